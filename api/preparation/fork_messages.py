@@ -11,7 +11,7 @@ import msgspec
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.preparation.preparation import Arrival, PreparationSettings
 from ostinato.runtime.types.engine_info import ServedModel
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import PromptImage, image_digest
 
 __all__ = (
     "ForkAnswer",
@@ -132,20 +132,30 @@ def split_result(view: memoryview) -> tuple[memoryview, memoryview]:
 
 
 async def with_pixels(result: T, pixels: memoryview) -> T:
-    """A copy of a result with the pixels of its images. Other tasks run between the images.
+    """A copy of a result with the pixels of its images. Other tasks run meanwhile.
+
+    The digests are computed again, because a damaged decoder could name those of the images of
+    others, and embeddings are shared by digest.
 
     Args:
         result: as `encode_result` has encoded it.
         pixels: the pixels of all images, one after the other.
+
+    Raises:
+        RuntimeError: the answer of the fork contradicts itself.
     """
     images: list[PromptImage] = []
     begin = 0
     for image in _images(result):
         end = begin + image.height * image.width * 3
-        images.append(msgspec.structs.replace(image, pixels=bytes(pixels[begin:end])))
+        own = bytes(pixels[begin:end])
+        digest = await asyncio.to_thread(image_digest, image.height, image.width, own)
+        if digest != image.digest:
+            raise RuntimeError("the process that prepared an image sent a wrong digest")
+        images.append(msgspec.structs.replace(image, pixels=own))
         begin = end
-        await asyncio.sleep(0)
-    assert begin == len(pixels), "the sizes of the images are those of their pixels"
+    if begin != len(pixels):
+        raise RuntimeError("the process that prepared images sent pixels of another size")
     return cast("T", _with_images(result, images))
 
 

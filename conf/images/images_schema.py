@@ -29,7 +29,7 @@ class ImagesConfig(Section):
     )
     cache_tokens: int | None = setting(
         None,
-        "room for the embeddings of images, in tokens; null = the largest image, at least 8192",
+        "embeddings of images that are kept; null = those of the two largest images, or 32768",
         at_least=1,
     )
     domains: list[str] = setting([], "host names from which images are fetched; [] = none")

@@ -37,8 +37,6 @@ _LOG = logging.getLogger(__name__)
 Announce = Callable[[list[str], float], object]
 """Called before a step with the ids of the requests that it admits and its predicted seconds."""
 
-# How long an engine without other work waits for a grammar before it looks for new requests.
-_GRAMMAR_WAIT_S = 0.02
 # How long an engine without other work waits for the files of an adapter before it looks for new
 # requests.
 _READ_WAIT_S = 0.02
@@ -147,9 +145,10 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def take_progress(self) -> dict[str, int]:
-        """The progress of the requests that the last read step advanced without an output.
+        """The progress of the requests that advanced without an output.
 
-        Such requests are prompts in chunks, and beam searches. Progress is returned once.
+        Such requests are prompts in chunks, beam searches, and the request for which embeddings of
+        images were computed. Progress is returned once.
 
         Returns:
             Request id -> positions computed so far.
@@ -185,7 +184,7 @@ class Engine:
 
     def _step(self, announce: Announce | None) -> list[SequenceOutput]:
         begin = time.perf_counter()
-        outputs = self._take_pending() if self._pending.num_waiting else []
+        outputs = self._take_pending(announce) if self._pending.num_waiting else []
         if self._adapters.num_loading:
             self._adapters.advance(0.0 if self._scheduler.has_work else _READ_WAIT_S)
         if self._copies is not None:
@@ -208,10 +207,11 @@ class Engine:
         self._counters.end_step(begin, has_work=self.has_work)
         return outputs
 
-    def _take_pending(self) -> list[SequenceOutput]:
+    def _take_pending(self, announce: Announce | None) -> list[SequenceOutput]:
         """Queue the requests that are complete; returns outputs for failed grammars."""
-        is_busy = self._scheduler.has_work
-        ready = self._pending.take_ready(0.0 if is_busy else _GRAMMAR_WAIT_S, is_busy=is_busy)
+        ready = self._pending.take_ready(announce, is_busy=self._scheduler.has_work)
+        if ready.encoding is not None:
+            self._observer.progress[ready.encoding] = 0
         for output in ready.failed:
             self._observer.forget(output.request_id)
         for request in ready.built:

@@ -5,7 +5,7 @@ same image share them. When no request needs them any more, they stay until thei
 for another image; the image that was used longest ago gives up its rows first.
 
 Requests get rows in the order in which they came. The ranks compute the embeddings between steps,
-in units of work. The number of units is chosen so that steps wait only a short time for them.
+in units of work, so that steps wait only a short time for them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ __all__ = ("ImageQueue",)
 
 _BUSY_S = 0.025  # how long the steps of other requests may wait for embeddings
 _IDLE_S = 0.1  # the same without other requests: then new requests wait
-_MOST_UNITS = 4096
-_NO_ROWS: list[int] = []
 
 
 class _Embeddings:
     """The embeddings of one image."""
 
-    __slots__ = ("holders", "image", "is_ready", "rows")
+    __slots__ = ("holders", "is_ready", "num_ranks", "rows")
 
-    def __init__(self, image: PromptImage) -> None:
-        self.image = image
-        self.rows = _NO_ROWS  # rows of the tables
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows  # of the tables, one for each token of the image
+        self.num_ranks = 0  # ranks that have completed them
         self.is_ready = False
         self.holders: set[str] = set()  # the requests that need them
 
@@ -65,18 +63,22 @@ class ImageQueue:
         self._has_rows: set[str] = set()  # requests of `_waiting` that hold all their images
         self._held: dict[str, list[bytes]] = {}  # request -> its images
         self._dropped: list[bytes] = []  # images that the ranks are to forget
-        self._unit_s = _BUSY_S  # seconds of one unit; at first one unit is computed at a time
 
     @property
     def num_waiting(self) -> int:
         """Requests whose embeddings are not complete."""
         return len(self._waiting)
 
+    @property
+    def encoding(self) -> str | None:
+        """The request whose embeddings are computed next; None = all waiting ones lack rows."""
+        return next((one for one in self._waiting if one in self._has_rows), None)
+
     def check(self, request: Request) -> None:
         """Check that the tables can hold all images of a request at once.
 
         Raises:
-            InvalidRequestError: they cannot, or an image has no pixels.
+            InvalidRequestError: they cannot.
         """
         if not request.images:
             return
@@ -119,19 +121,18 @@ class ImageQueue:
         Returns:
             The requests whose embeddings are complete now. They keep them until `release`.
         """
+        if self.encoding is None:  # the requests wait for rows only
+            return self._take_ready()
         begin = time.perf_counter()
-        target_s = _BUSY_S if is_busy else _IDLE_S
-        num_units = min(max(1, int(target_s / self._unit_s)), _MOST_UNITS)
-        answers = self._executor.call(AdvanceImages(num_units, self._take_dropped()))
-        seconds = time.perf_counter() - begin
-        self.encode_seconds += seconds
-        self._unit_s = 0.5 * self._unit_s + 0.5 * max(seconds / num_units, 1e-6)
-        # All ranks that have the tower end an image in the same call.
-        for digest in {digest for answer in answers for digest in answer.split()}:
+        seconds = _BUSY_S if is_busy else _IDLE_S
+        answers = self._executor.call(AdvanceImages(seconds, self._take_dropped()))
+        self.encode_seconds += time.perf_counter() - begin
+        for digest in (digest for answer in answers for digest in answer.split()):
             embeddings = self._images.get(bytes.fromhex(digest))
             if embeddings is not None:
-                embeddings.is_ready = True
-                self.num_encoded += 1
+                embeddings.num_ranks += 1
+                embeddings.is_ready = embeddings.num_ranks == len(answers)
+                self.num_encoded += embeddings.is_ready
         return self._take_ready()
 
     def release(self, request_id: str) -> bool:
@@ -198,14 +199,13 @@ class ImageQueue:
         return True
 
     def _begin(self, image: PromptImage) -> _Embeddings:
-        embeddings = self._images[image.digest] = _Embeddings(image)
-        count = image.num_tokens
-        embeddings.rows = self._free_rows[-count:]
-        del self._free_rows[-count:]
+        rows = self._free_rows[-image.num_tokens :]
+        del self._free_rows[-image.num_tokens :]
+        embeddings = self._images[image.digest] = _Embeddings(rows)
         self._executor.call(
             BeginImage(
                 digest=image.digest,
-                rows=embeddings.rows,
+                rows=rows,
                 height=image.height,
                 width=image.width,
                 pixels=image.pixels,

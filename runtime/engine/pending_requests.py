@@ -5,6 +5,8 @@ Then the scheduler gets them. Steps of other requests go on meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
@@ -17,12 +19,17 @@ from ostinato.runtime.types.request import Request
 __all__ = ("PendingRequests", "ReadyRequests")
 
 
+# How long an engine without other work waits for a grammar before it looks for new requests.
+_GRAMMAR_WAIT_S = 0.02
+
+
 class ReadyRequests(msgspec.Struct, frozen=True):
     """What became of pending requests."""
 
     complete: list[Request]  # the scheduler can have them
     built: list[Request]  # their grammars were built
     failed: list[SequenceOutput]  # the errors of requests whose grammar could not be built
+    encoding: str | None = None  # the request for which embeddings were computed
 
 
 class PendingRequests:
@@ -38,6 +45,7 @@ class PendingRequests:
         self._grammars = GrammarQueue(executor)
         self._requests: dict[str, Request] = {}  # without pixels
         self._num_missing: dict[str, int] = {}  # request -> 1 or 2: grammar, embeddings
+        self._announced: str | None = None  # the request whose embeddings were computed last
 
     @property
     def num_waiting(self) -> int:
@@ -81,21 +89,29 @@ class PendingRequests:
         self._requests[request.request_id] = request
         return True
 
-    def take_ready(self, grammar_wait_s: float, *, is_busy: bool) -> ReadyRequests:
+    def take_ready(
+        self, announce: Callable[[list[str], float], object] | None, *, is_busy: bool
+    ) -> ReadyRequests:
         """Compute a part of the missing embeddings, and take the requests that are complete.
 
         Args:
-            grammar_wait_s: how long to wait for the oldest grammar, if no embeddings are missing.
+            announce: called with a request, and 0.0 seconds, before embeddings are computed for it.
+                So the client knows which request was served if the engine dies.
             is_busy: other requests wait for their next step.
         """
         arrived: list[str] = []
+        encoding = None
         if self.images.num_waiting:
-            grammar_wait_s = 0.0
+            encoding = self.images.encoding
+            if encoding not in (None, self._announced) and announce is not None:
+                announce([encoding], 0.0)
+            self._announced = encoding
             arrived += self.images.advance(is_busy=is_busy)
         built: list[Request] = []
         failed: list[SequenceOutput] = []
         if self._grammars.num_waiting:
-            built, failed = self._grammars.take_ready(grammar_wait_s)
+            waits = not (is_busy or self.images.num_waiting or arrived)
+            built, failed = self._grammars.take_ready(_GRAMMAR_WAIT_S if waits else 0.0)
         for output in failed:
             self._forget(output.request_id)
             self.images.release(output.request_id)
@@ -106,7 +122,7 @@ class PendingRequests:
             self._num_missing[request_id] -= 1
             if not self._num_missing[request_id]:
                 complete.append(self._forget(request_id))
-        return ReadyRequests(complete, built, failed)
+        return ReadyRequests(complete, built, failed, encoding)
 
     def release(self, request_id: str) -> bool:
         """Release what a request that has ended held; returns whether it still waited."""

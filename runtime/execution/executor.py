@@ -128,12 +128,12 @@ class BeginImage(msgspec.Struct, frozen=True, tag=20):
 class AdvanceImages(msgspec.Struct, frozen=True, tag=21):
     """Compute a part of the embeddings of the images that `BeginImage` has named.
 
-    Each rank that has layers with image tables computes the same. It answers with the hexadecimal
-    digests of the images whose embeddings are in its tables now, separated by spaces. Other ranks
-    name no image.
+    Each rank that has image tables computes the same embeddings, at its own pace. A rank answers
+    with the hexadecimal digests of the images that it has completed since its last answer,
+    separated by spaces. A rank without tables completes every image at once.
     """
 
-    num_units: int  # of `VisionTower.encode`, at most
+    seconds: float  # a rank stops after the unit in which this time has passed
     dropped: list[bytes]  # digests of images that are not needed any more
 
 

@@ -9,10 +9,8 @@ orientation says. Colour profiles have no effect.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
-import struct
 
 import msgspec
 import numpy as np
@@ -29,7 +27,7 @@ from PIL import (
 
 from ostinato.models.vision.image_spec import MAX_ASPECT_RATIO, ImageSizing, ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import PromptImage, image_digest
 
 __all__ = ("ImageLimits", "prepare_image", "prepare_pil")
 
@@ -127,11 +125,10 @@ def prepare_pil(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: 
         InvalidRequestError: the image is too large, damaged, too long and narrow, or of a mode
             that is not supported. Its code is `invalid_image`.
     """
-    if image.mode in ("I", "F"):
+    if image.mode in ("I", "F", "La"):
         raise _refusal(
             name,
-            f"an image of mode {image.mode} does not say which values are black and white; "
-            "convert it to mode RGB or L",
+            f"images of mode {image.mode} are not supported; convert it to mode RGB, RGBA or L",
         )
     return _prepare(image, spec, limits, name)
 
@@ -147,15 +144,13 @@ def _prepare(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str
     except Exception as error:
         raise _damaged(name, error) from error
     _check_size(image.width, image.height, limits, name)
-    image = (_fixed if spec.sizing is ImageSizing.fixed else _dynamic)(image, spec, limits, name)
+    is_fixed = spec.sizing is ImageSizing.fixed
+    image = _fixed(image, spec, limits, name) if is_fixed else _dynamic(image, spec, name)
     width, height = image.size
     pixels = image.tobytes()
-    digest = hashlib.blake2b(struct.pack("<II", height, width), digest_size=32)
-    digest.update(pixels)
     unit = (spec.patch_size * spec.merge_size) ** 2
-    is_fixed = spec.sizing is ImageSizing.fixed
     return PromptImage(
-        digest=digest.digest(),
+        digest=image_digest(height, width, pixels),
         begin=0,
         num_tokens=spec.num_tokens if is_fixed else height * width // unit,
         height=height,
@@ -251,9 +246,8 @@ def _fixed(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) 
     return image.crop((left, top, left + crop_width, top + crop_height))
 
 
-def _dynamic(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) -> Image.Image:
+def _dynamic(image: Image.Image, spec: ImageSpec, name: str) -> Image.Image:
     """The image with edges of whole units of merged patches, and an area within the limits."""
-    del limits  # the spec limits the size of the result
     _check_shape(*image.size, name)
     width, height = image.size
     unit = spec.patch_size * spec.merge_size

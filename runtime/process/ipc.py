@@ -76,7 +76,7 @@ class LastParts(NamedTuple):
     """The large parts of requests that crossed a connection last."""
 
     grammar: str = ""  # empty = none
-    images: list[PromptImage] = []  # noqa: RUF012 - never changed; empty = none
+    images: list[PromptImage] = []  # noqa: RUF012 - never changed; of the last request
 
 
 def without_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMessage, LastParts]:
@@ -94,7 +94,7 @@ def without_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientM
     request = message.request
     repeats_grammar = bool(request.grammar) and request.grammar == last.grammar
     repeats_images = bool(request.images) and request.images == last.images
-    last = LastParts(request.grammar or last.grammar, request.images or last.images)
+    last = LastParts(request.grammar or last.grammar, request.images)
     if not (repeats_grammar or repeats_images):
         return message, last
     bare = msgspec.structs.replace(
@@ -125,7 +125,7 @@ def with_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMess
             images=last.images if message.repeats_images else request.images,
         )
         message = AddRequest(request)
-    return message, LastParts(request.grammar or last.grammar, request.images or last.images)
+    return message, LastParts(request.grammar or last.grammar, request.images)
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 import msgspec
 
-__all__ = ("PromptImage",)
+__all__ = ("PromptImage", "image_digest")
+
+
+def image_digest(height: int, width: int, pixels: bytes | memoryview) -> bytes:
+    """BLAKE2b, 32 bytes, over the size and the pixels of a prepared image."""
+    digest = hashlib.blake2b(struct.pack("<II", height, width), digest_size=32)
+    digest.update(pixels)
+    return digest.digest()
 
 
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A prepared image in a prompt."""
 
-    digest: bytes  # BLAKE2b, 32 bytes, over the size and the pixels
+    digest: bytes  # `image_digest`
     begin: int  # index of its first placeholder token in the prompt
     num_tokens: int  # its placeholder tokens, one for each embedding
     height: int  # pixels, after resizing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Generator, Sequence
 from typing import NamedTuple
@@ -16,10 +17,11 @@ from ostinato.runtime.execution.executor import AdvanceImages, BeginImage
 
 __all__ = ("RankImages",)
 
-# Patches of one unit. On a CPU, a unit of a large tower then takes some ten milliseconds. On a GPU,
-# a unit is the part of a layer for all patches.
-_CPU_ROWS = 64
-_GPU_ROWS = 1 << 20
+# Patches of one unit on a CPU, so that a unit of a large tower takes some ten milliseconds. The
+# attention of a patch takes longer in a larger image, so units of large images have fewer patches.
+_MOST_ROWS, _LEAST_ROWS = 64, 8
+_PATCHES_PER_ROWS = 2048  # an image up to this size has units of `_MOST_ROWS`
+_GPU_ROWS = 1 << 20  # on a GPU, a unit is the part of a layer for all patches
 
 
 class _Job(NamedTuple):
@@ -44,8 +46,8 @@ class RankImages:
         self._tables = tables
         self._spec = spec
         self._device = next((one.device for one in tables if one is not None), torch.device("cpu"))
-        self._rows_per_unit = _CPU_ROWS if self._device.type == "cpu" else _GPU_ROWS
         self._jobs = deque[_Job]()
+        self._completed: list[bytes] = []  # images that no answer has named yet
         self._rows: dict[bytes, np.ndarray] = {}  # [num_tokens] int64, for each image
 
     def begin(self, call: BeginImage) -> None:
@@ -53,30 +55,53 @@ class RankImages:
         self._forget(call.dropped)
         self._rows[call.digest] = np.array(call.rows, dtype=np.int64)
         if self._tower is None:
+            self._completed.append(call.digest)
             return
         array = np.frombuffer(call.pixels, dtype=np.uint8)
         pixels = torch.from_numpy(array.reshape(call.height, call.width, 3).copy())
-        units = self._tower.encode(pixels.to(self._device), self._spec, self._rows_per_unit)
+        rows = self._rows_per_unit(call.height, call.width)
+        units = self._tower.encode(pixels.to(self._device), self._spec, rows)
         self._jobs.append(_Job(call.digest, call.rows, units))
 
     @torch.inference_mode()
     def advance(self, call: AdvanceImages) -> list[bytes]:
-        """Compute a part of the embeddings; returns the images whose embeddings are complete."""
+        """Compute a part of the embeddings; returns the images that are complete since last time.
+
+        Computes at least one unit.
+        """
         self._forget(call.dropped)
-        ended: list[bytes] = []
-        for _ in range(call.num_units):
-            if not self._jobs:
+        left_s = call.seconds
+        while self._jobs:
+            left_s -= self._compute_unit(self._jobs[0])
+            if left_s <= 0.0:
                 break
-            job = self._jobs[0]
-            try:
-                next(job.units)
-            except StopIteration as end:
-                self._store(job.rows, end.value)
-                self._jobs.popleft()
-                ended.append(job.digest)
-        if self._device.type == "cuda":  # the caller measures the time
-            torch.cuda.current_stream(self._device).synchronize()
-        return ended
+        completed, self._completed = self._completed, []
+        return completed
+
+    def _compute_unit(self, job: _Job) -> float:
+        """Compute one unit of the first job; returns its seconds on the device."""
+        begin, events = time.perf_counter(), None
+        if self._device.type == "cuda":  # without the step that is in flight
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+        try:
+            next(job.units)
+        except StopIteration as end:
+            self._store(job.rows, end.value)
+            self._jobs.popleft()
+            self._completed.append(job.digest)
+        if events is None:
+            return time.perf_counter() - begin
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+    def _rows_per_unit(self, height: int, width: int) -> int:
+        if self._device.type != "cpu":
+            return _GPU_ROWS
+        num_patches = height * width // self._spec.patch_size**2
+        rows = _MOST_ROWS * _PATCHES_PER_ROWS // max(num_patches, 1)
+        return min(max(rows, _LEAST_ROWS), _MOST_ROWS)
 
     def warm_up(self) -> None:
         """Compute the embeddings of a small image, so that all kernels are loaded."""
@@ -89,7 +114,7 @@ class RankImages:
         count = spec.num_tokens if spec.sizing is ImageSizing.fixed else 1
         self.begin(BeginImage(b"", [0] * count, height, width, pixels, []))
         while self._jobs:
-            self.advance(AdvanceImages(1, []))
+            self.advance(AdvanceImages(1.0, []))
         for table in self._tables:
             if table is not None:
                 table[0].zero_()
@@ -113,5 +138,6 @@ class RankImages:
     def _forget(self, digests: Collection[bytes]) -> None:
         if digests:
             self._jobs = deque(job for job in self._jobs if job.digest not in digests)
+            self._completed = [one for one in self._completed if one not in digests]
         for digest in digests:
             self._rows.pop(digest, None)

@@ -12,7 +12,7 @@ from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 __all__ = ("count_image_rows", "read_images")
 
-_LEAST_ROWS = 8192  # rows of the image tables, if images.cache_tokens is null
+_LEAST_ROWS = 32_768  # rows of the image tables, if images.cache_tokens is null
 
 
 def read_images(
@@ -53,4 +53,4 @@ def count_image_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
     """Embeddings of images that can be kept at once; 0 = the model takes no images."""
     if spec is None:
         return 0
-    return config.images.cache_tokens or max(spec.max_tokens, _LEAST_ROWS)
+    return config.images.cache_tokens or max(2 * spec.max_tokens, _LEAST_ROWS)

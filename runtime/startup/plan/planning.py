@@ -190,10 +190,15 @@ def _encoding_bytes(source: ModelSource) -> int:
     vision, images = source.config.vision, source.images
     if vision is None or images is None:
         return 0
-    # Hidden states, queries, keys, values, rotary tables and results of attention of all patches.
-    # Parts of them are float32.
+    # For each patch: hidden states before and after a layer, norms, queries, keys, values and
+    # results of attention, the values of an MLP, and colours and rotary tables in float32. Then the
+    # result, twice.
     num_patches = images.max_tokens * images.merge_size**2
-    return num_patches * vision.hidden_size * 8 * max(source.dtype.itemsize, 4)
+    values = 9 * vision.hidden_size + 3 * vision.intermediate_size
+    floats = 2 * vision.head_dim + 6 * images.patch_size**2
+    result = 2 * images.max_tokens * (1 + vision.num_deep) * vision.output_size
+    num_bytes = source.dtype.itemsize * (num_patches * values + result)
+    return num_bytes + 4 * num_patches * floats
 
 
 def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:

@@ -203,3 +203,6 @@ def test_messages_of_forks_are_read_as_they_were_written(preparer: Preparer):
     bare = msgspec.json.decode(encoded, type=PreparedChat)
     assert [image.pixels for image in bare.ready.generation.images] == [b"", b""]
     assert asyncio.run(with_pixels(bare, pixels)) == one
+    pixels[0] ^= 1
+    with pytest.raises(RuntimeError, match="wrong digest"):  # embeddings are shared by digest
+        asyncio.run(with_pixels(bare, pixels))

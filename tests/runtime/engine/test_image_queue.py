@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ostinato.runtime.engine.image_queue import ImageQueue
+from ostinato.runtime.engine.pending_requests import PendingRequests
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import AdvanceImages, BeginImage, RankCall
 from ostinato.runtime.execution.images.rank_images import RankImages
@@ -40,6 +42,7 @@ class _Ranks:
             self.other.begin(call)
             return ["", ""]
         assert isinstance(call, AdvanceImages)
+        call = msgspec.structs.replace(call, seconds=0.0)  # one unit
         return [
             " ".join(digest.hex() for digest in rank.advance(call))
             for rank in (self.rank, self.other)
@@ -118,7 +121,7 @@ class ImageQueueMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without further requests, all waiting ones become ready when the others end."""
-        for _ in range(200):
+        for _ in range(2000):
             for name in list(self.ready):
                 self.end_ready(name)
             if not self.waiting:
@@ -175,12 +178,14 @@ def test_the_image_that_was_used_longest_ago_gives_up_its_rows():
 
 
 def test_a_later_request_does_not_overtake_one_that_waits_for_rows():
-    queue, _ = make_queue(8)
+    queue, ranks = make_queue(8)
     queue.add(request("a", [toy_image(1, 3, 2)]))
     assert run(queue) == ["a"]
     queue.add(request("large", [toy_image(2, 2, 2)]))
     queue.add(request("small", [toy_image(3, 1, 1)]))
+    num_calls = len(ranks.calls)
     assert queue.advance(is_busy=False) == []
+    assert len(ranks.calls) == num_calls  # the ranks have nothing to compute
     queue.release("a")
     assert run(queue) == ["large", "small"]
 
@@ -212,3 +217,23 @@ def test_images_that_never_fit_are_refused(num_rows):
     with pytest.raises(InvalidRequestError, match=r"takes none|at most 5 fit") as error:
         queue.check(request("a#0", [toy_image(1, 3, 2)]))
     assert error.value.param == "messages"
+
+
+def test_the_request_for_which_embeddings_are_computed_is_named():
+    """So it is a suspect if the engine dies, and the engine is not taken for hung."""
+    ranks = _Ranks(torch.zeros(1 + NUM_ROWS, WIDTH))
+    pending = PendingRequests(ranks, NUM_ROWS)  # pyright: ignore[reportArgumentType]
+    assert pending.add(request("a", [toy_image(1, 3, 1)]))
+    assert pending.add(request("b", [toy_image(2, 1, 1)]))
+    assert not pending.add(request("text", []))
+    announced: list[str] = []
+    encoding: list[str | None] = []
+    complete: list[str] = []
+    for _ in range(6):
+        ready = pending.take_ready(lambda ids, seconds: announced.extend(ids), is_busy=True)
+        encoding.append(ready.encoding)
+        complete += [one.request_id for one in ready.complete]
+    assert announced == ["a", "b"]
+    assert encoding == ["a"] * 4 + ["b"] * 2
+    assert complete == ["a", "b"]
+    assert pending.num_waiting == 0

@@ -50,7 +50,7 @@ def make_images(requests: list[Request]) -> tuple[RankImages, torch.Tensor]:
         rows = list(range(row, row + image.num_tokens))
         row += image.num_tokens
         rank.begin(BeginImage(digest, rows, image.height, image.width, image.pixels, []))
-    rank.advance(AdvanceImages(1000, []))
+    rank.advance(AdvanceImages(60.0, []))
     return rank, table
 
 

@@ -244,7 +244,7 @@ def test_a_square_to_which_an_image_is_padded_is_limited(loaded: dict[str, Loade
         prepare_pil(Image.new("RGB", (101, 3)), spec, limits, "image")
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_modes_without_a_range_are_refused(mode: str, loaded: dict[str, Loaded]):
-    with pytest.raises(InvalidRequestError, match=f"mode {mode} .*convert it to mode RGB or L"):
+@pytest.mark.parametrize("mode", ["I", "F", "La"])
+def test_modes_that_are_not_clear_are_refused(mode: str, loaded: dict[str, Loaded]):
+    with pytest.raises(InvalidRequestError, match=f"mode {mode} .*convert it to mode RGB, RGBA"):
         prepare_pil(Image.new(mode, (9, 9)), loaded["clip"].spec, LIMITS, "image")

@@ -61,4 +61,4 @@ def test_a_grammar_and_images_are_sent_once_in_a_row(sent):
             assert (LONG.encode() in data) == (grammar not in ("", last_grammar))
             has_pixels = bool(images) and images[-1].pixels in data
             assert has_pixels == (images not in ([], last_images))
-            last_grammar, last_images = grammar or last_grammar, images or last_images
+            last_grammar, last_images = grammar or last_grammar, images
