@@ -231,12 +231,18 @@ class TestMessages:
     def test_a_wrong_message(self, server, message, param):
         refuse(server, CHAT, {"messages": [message]}, param=param)
 
-    @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video"])
+    def test_an_image_for_a_model_without_a_tower(self, server):
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        error = refuse(server, CHAT, body, param="messages", code="unsupported_parameter")
+        assert "text only" in error["message"]
+
+    @pytest.mark.parametrize("kind", ["input_audio", "video"])
     def test_an_unsupported_content_part(self, server, kind):
         part = {"type": kind, kind: {"url": "data:image/png;base64,"}}
         body = {"messages": [{"role": "user", "content": [part]}]}
         error = refuse(server, CHAT, body, param="messages[0].content[0].type")
-        assert "text only" in error["message"]
+        assert f"Invalid value '{kind}'" in error["message"]
 
     def test_longer_than_the_context(self, server):
         body = {"messages": [{"role": "user", "content": "a list of words " * 400}]}

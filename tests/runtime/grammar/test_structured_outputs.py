@@ -21,6 +21,7 @@ from ostinato import LLM, SamplingParams, StructuredOutputsParams
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
+from ostinato.runtime.text.encoded_prompts import EncodedPrompt
 from ostinato.runtime.types.outputs import CompletionOutput, FinishReason
 from ostinato.runtime.types.structured_outputs import ToolCallFormat, constrain_tool_calls
 from tests.runtime.tiny import MODEL, tiny_config
@@ -326,7 +327,7 @@ class TestSteps:
         stream.close()
         # The next request is aborted before its grammar is built.
         new = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[q-z]{9}"))
-        request = overlapped._make_requests([3, 4], new)[0]
+        request = overlapped._make_requests(EncodedPrompt(token_ids=[3, 4]), new)[0]
         overlapped._engine.add_request(request)
         assert overlapped._engine.abort(request.request_id).finish_reason is FinishReason.abort
         check_nothing_left(overlapped)

@@ -127,7 +127,7 @@ def test_conversations_of_a_model_without_images(model: Model):
         ({"prompt": "a", "multi_modal_data": {"image": picture(4, 4)}}, "1 images"),
         (
             {"prompt": PLACEHOLDER * 2, "multi_modal_data": {"image": picture(4, 4)}},
-            "2 placeholders",
+            "2 times, but 1 images",
         ),
     ],
 )
