@@ -173,8 +173,8 @@ def _own(
         num_image_rows=4096,
     )
     init_dummy_weights(model, 0)
-    assert isinstance(model, Decoder)
-    assert model.vision is not None
+    assert isinstance(model, Decoder), "models with a tower are decoders"
+    assert model.vision is not None, "the model has room for images"
     encode = model.vision.encode
     is_fixed = tower.kind == "Llava"
     spec = ImageSpec(
