@@ -174,7 +174,7 @@ class Preparer:
         if spec is None:
             return 0
         prepared = model.image_cache_tokens + spec.max_tokens  # one image is prepared before a 400
-        pixels = prepared * (spec.patch_size * spec.merge_size) ** 2
+        pixels = prepared * spec.unit**2
         fetched = sum(map(len, arrival.fetched.values()))
         return (
             _MEMORY_PER_PIXEL * self._settings.images.max_pixels

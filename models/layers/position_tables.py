@@ -52,12 +52,8 @@ class GridRotaryEmbedding(RotaryEmbedding):
                 f"config.json: mrope_section names the axes of {len(axes)} pairs of elements, and "
                 f"{num_pairs} pairs are rotated"
             )
-        is_meta = options.device.type == "meta"
         device = options.device
-        axes_tensor = torch.empty(num_pairs, dtype=torch.int64, device=device)
-        if not is_meta:
-            axes_tensor.copy_(torch.tensor(axes))
-        self.register_buffer("axes", axes_tensor, persistent=False)
+        self.register_buffer("axes", torch.tensor(axes, device=device), persistent=False)
         self.register_buffer("pairs", torch.arange(num_pairs, device=device), persistent=False)
 
     def forward(self, positions: Tensor) -> RopeRows:

@@ -310,7 +310,7 @@ def _read_areas(fields: ProcessorFields) -> tuple[int, int]:
 def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
     """The spec with images of at most so many pixels."""
     if spec.sizing is ImageSizing.fixed:
-        height, width = spec.crop if spec.crop != (0, 0) else spec.size
+        height, width = spec.fixed_size
         least, what = height * width, f"the model takes all images as {height}x{width}"
     else:
         least, what = spec.min_pixels, f"the model's min_pixels is {spec.min_pixels}"

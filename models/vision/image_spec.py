@@ -53,6 +53,22 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 0
 
     @property
+    def unit(self) -> int:
+        """Pixels of the edge of the square that gives one embedding."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def fixed_size(self) -> tuple[int, int]:
+        """Fixed sizing: (height, width) of every prepared image."""
+        return self.crop if self.crop != (0, 0) else self.size
+
+    def count_tokens(self, height: int, width: int) -> int:
+        """Embeddings of a prepared image of this size."""
+        if self.sizing is ImageSizing.fixed:
+            return self.num_tokens
+        return height * width // self.unit**2
+
+    @property
     def max_tokens(self) -> int:
         """Embeddings of the largest image."""
         if self.sizing is ImageSizing.fixed:
@@ -60,10 +76,10 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         # A long and narrow image can have more than `max_pixels`, because an edge has at least one
         # unit. With the area in units and edges of ratio r, the edges are sqrt(area / r) and
         # sqrt(area * r). If an image is enlarged to `min_pixels`, both are rounded up.
-        unit = (self.patch_size * self.merge_size) ** 2
-        narrow = math.isqrt(MAX_ASPECT_RATIO * self.max_pixels // unit)
-        least = self.min_pixels / unit
+        area = self.unit**2
+        narrow = math.isqrt(MAX_ASPECT_RATIO * self.max_pixels // area)
+        least = self.min_pixels / area
         enlarged = math.prod(
             math.sqrt(least * r) + 1 for r in (MAX_ASPECT_RATIO, 1 / MAX_ASPECT_RATIO)
         )
-        return max(1, self.max_pixels // unit, narrow, math.floor(enlarged))
+        return max(1, self.max_pixels // area, narrow, math.floor(enlarged))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
-from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import interpolation_taps
 from ostinato.models.vision.qwen_tower import QwenTower
 from ostinato.models.vision.tower_layers import Merger, tower_options, units
@@ -28,24 +27,16 @@ class Qwen3Tower(QwenTower):
             Merger(config, options, norm_of_square=True) for _ in config.deep_layers
         )
 
-    def _embed(
-        self,
-        patches: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        size: tuple[int, int],
-        spec: ImageSpec,
-        rows_per_unit: int,
-    ) -> Generator[None, None, Tensor]:
-        hidden = yield from super()._embed(patches, rows, columns, size, spec, rows_per_unit)
+    def _add_positions(
+        self, hidden: Tensor, rows: Tensor, columns: Tensor, size: tuple[int, int], most: int
+    ) -> Iterator[None]:
         edge = int(self.config.num_positions**0.5)
         places, weights = interpolation_taps(rows, columns, size, edge)
-        for some in units(len(hidden), rows_per_unit):
+        for some in units(len(hidden), most):
             entries = F.embedding(places[some], self.position_embedding)
             positions = (entries * weights[some].unsqueeze(2)).sum(1)
             hidden[some] += positions.to(hidden.dtype)
             yield
-        return hidden
 
     def _merger_after(self, layer: int) -> Merger | None:
         if layer not in self.config.deep_layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,12 @@ class QwenTower(VisionTower):
             windows = windows_of(*squares, config.window, pixels.device)
             order = self._patches_of(windows)
             patches, rows, columns = patches[order], rows[order], columns[order]
-        hidden = yield from self._embed(
-            patches, rows, columns, (height, width), spec, rows_per_unit
-        )
+        parts: list[Tensor] = []
+        for some in units(len(patches), rows_per_unit):
+            parts.append(self.patch_embed.embed(patches[some], spec))
+            yield
+        hidden = torch.cat(parts)
+        yield from self._add_positions(hidden, rows, columns, (height, width), rows_per_unit)
         rope = rotary_rows(rows, columns, config.head_dim, config.rope_theta)
         deep: list[Tensor] = []
         for number, block in enumerate(self.blocks):
@@ -85,30 +88,19 @@ class QwenTower(VisionTower):
         inside = torch.arange(num_merged, device=windows.order.device)
         return (windows.order[:, None] * num_merged + inside).view(-1)
 
-    def _embed(
-        self,
-        patches: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        size: tuple[int, int],
-        spec: ImageSpec,
-        rows_per_unit: int,
-    ) -> Generator[None, None, Tensor]:
-        """The hidden states of the patches before the first layer: [patches, D].
+    def _add_positions(
+        self, hidden: Tensor, rows: Tensor, columns: Tensor, size: tuple[int, int], most: int
+    ) -> Iterator[None]:
+        """Add learned positions, if the tower has any, to the embedded patches [patches, D].
 
         Args:
-            patches: [patches, 3 * patch_size ** 2] uint8.
+            hidden: changed in place.
             rows: [patches] int64, the row of each patch.
             columns: [patches] int64, the column of each patch.
             size: rows and columns of patches.
-            spec: how colours are scaled.
-            rows_per_unit: patches of a unit.
+            most: patches of a unit.
         """
-        parts: list[Tensor] = []
-        for some in units(len(patches), rows_per_unit):
-            parts.append(self.patch_embed.embed(patches[some], spec))
-            yield
-        return torch.cat(parts)
+        return iter(())
 
     def _merger_after(self, layer: int) -> Merger | None:
         """The merger that reads the result of a layer, if its result is for the decoder too."""

@@ -21,9 +21,8 @@ class VisionTower(nn.Module):
 
         The generator yields after each unit. A unit is at most one layer's work for
         `rows_per_unit` patches, or for one window or merged square if that is more. In a tower that
-        takes images of one size, the embedding of all patches is one unit. The number of units
-        depends only on the image's size, so all ranks have the same. The results do not depend on
-        `rows_per_unit`, except for the order in which kernels add.
+        takes images of one size, the embedding of all patches is one unit. The results
+        do not depend on `rows_per_unit`, except for the order in which kernels add.
 
         Args:
             pixels: [height, width, 3] uint8 RGB on the tower's device, as `prepare_image` gives it.

@@ -35,7 +35,7 @@ def grid_positions(
         ValueError: an image begins before the end of the one before it, or ends after the prompt.
     """
     positions = np.empty((num_tokens, 3), np.int64)
-    unit = spec.patch_size * spec.merge_size
+    unit = spec.unit
     end, position = 0, 0  # of what is filled in
     for image in images:
         if image.begin < end or image.end > num_tokens:

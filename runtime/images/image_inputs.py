@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -164,11 +165,8 @@ def _small(spec: ImageSpec, name: str) -> ImageSpec:
     Raises:
         InvalidRequestError: the model's images are always larger.
     """
-    if spec.sizing is ImageSizing.fixed:
-        height, width = spec.crop if spec.crop[0] else spec.size
-        least = height * width
-    else:
-        least = spec.min_pixels
+    is_fixed = spec.sizing is ImageSizing.fixed
+    least = math.prod(spec.fixed_size) if is_fixed else spec.min_pixels
     if least > SMALL_PIXELS:
         raise InvalidRequestError(
             f"{name}: detail 'low' means at most {SMALL_PIXELS} pixels, and this model's images"
@@ -176,6 +174,6 @@ def _small(spec: ImageSpec, name: str) -> ImageSpec:
             param=name.partition(":")[0],
             code="unsupported_parameter",
         )
-    if spec.sizing is ImageSizing.fixed:
+    if is_fixed:
         return spec
     return msgspec.structs.replace(spec, max_pixels=min(spec.max_pixels, SMALL_PIXELS))

@@ -148,11 +148,10 @@ def _prepare(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str
     image = _fixed(image, spec, limits, name) if is_fixed else _dynamic(image, spec, name)
     width, height = image.size
     pixels = image.tobytes()
-    unit = (spec.patch_size * spec.merge_size) ** 2
     return PromptImage(
         digest=image_digest(height, width, pixels),
         begin=0,
-        num_tokens=spec.num_tokens if is_fixed else height * width // unit,
+        num_tokens=spec.count_tokens(height, width),
         height=height,
         width=width,
         pixels=pixels,
@@ -250,7 +249,7 @@ def _dynamic(image: Image.Image, spec: ImageSpec, name: str) -> Image.Image:
     """The image with edges of whole units of merged patches, and an area within the limits."""
     _check_shape(*image.size, name)
     width, height = image.size
-    unit = spec.patch_size * spec.merge_size
+    unit = spec.unit
     new_height, new_width = (round(edge / unit) * unit for edge in (height, width))
     if new_height * new_width > spec.max_pixels:
         scale = math.sqrt(height * width / spec.max_pixels)

@@ -100,6 +100,7 @@ class PromptInputs:
         text = cast("str", prompt) if is_text else None
         if not sources:
             return EncodedPrompt(token_ids=token_ids, text=text)
+        check_images(sources, self._model, self._images, param="multi_modal_data")
         return self._with_images(token_ids, sources, text, param="multi_modal_data")
 
     def render(self, messages: Sequence[Message]) -> EncodedPrompt:
@@ -126,7 +127,7 @@ class PromptInputs:
     def _with_images(
         self, token_ids: list[int], sources: list[ImageSource], text: str | None, *, param: str
     ) -> EncodedPrompt:
-        check_images(sources, self._model, self._images, param=param)
+        """The prompt with its images, which `check_images` has checked."""
         if self._model.images is None:
             return EncodedPrompt(token_ids=token_ids, text=text)
         urls = urls_to_fetch(sources, self._images, param=param)

@@ -106,13 +106,10 @@ class RankImages:
     def warm_up(self) -> None:
         """Compute the embeddings of a small image, so that all kernels are loaded."""
         spec = self._spec
-        edge = spec.patch_size * spec.merge_size
-        height, width = edge, edge
-        if spec.sizing is ImageSizing.fixed:
-            height, width = spec.crop if spec.crop[0] else spec.size
-        pixels = bytes(height * width * 3)
-        count = spec.num_tokens if spec.sizing is ImageSizing.fixed else 1
-        self.begin(BeginImage(b"", [0] * count, height, width, pixels, []))
+        is_fixed = spec.sizing is ImageSizing.fixed
+        height, width = spec.fixed_size if is_fixed else (spec.unit, spec.unit)
+        rows = [0] * spec.count_tokens(height, width)
+        self.begin(BeginImage(b"", rows, height, width, bytes(height * width * 3), []))
         while self._jobs:
             self.advance(AdvanceImages(1.0, []))
         for table in self._tables:
