@@ -22,6 +22,10 @@ class GrammarQueue:
         """Requests whose grammar is not built yet."""
         return len(self._waiting)
 
+    def holds_back(self, request_id: str) -> bool:
+        """Whether a request waits for its grammar."""
+        return request_id in self._waiting
+
     def add(self, request: Request) -> None:
         """Have the request's grammar built. When it is built, `take_ready` returns the request."""
         self._waiting[request.request_id] = request

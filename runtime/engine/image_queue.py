@@ -60,8 +60,7 @@ class ImageQueue:
         self._free_rows = list(range(num_rows, 0, -1))
         self._images: OrderedDict[bytes, _Embeddings] = OrderedDict()  # the last used one is last
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._has_rows: set[str] = set()  # requests of `_waiting` that hold all their images
-        self._held: dict[str, list[bytes]] = {}  # request -> its images
+        self._held: dict[str, list[bytes]] = {}  # request that has rows -> its images
         self._dropped: list[bytes] = []  # images that the ranks are to forget
 
     @property
@@ -69,10 +68,14 @@ class ImageQueue:
         """Requests whose embeddings are not complete."""
         return len(self._waiting)
 
+    def holds_back(self, request_id: str) -> bool:
+        """Whether a request waits for embeddings."""
+        return request_id in self._waiting
+
     @property
     def encoding(self) -> str | None:
         """The request whose embeddings are computed next; None = all waiting ones lack rows."""
-        return next((one for one in self._waiting if one in self._has_rows), None)
+        return next((one for one in self._waiting if one in self._held), None)
 
     def check(self, request: Request) -> None:
         """Check that the tables can hold all images of a request at once.
@@ -138,7 +141,6 @@ class ImageQueue:
     def release(self, request_id: str) -> bool:
         """Give up the embeddings of a request that has ended; returns whether it still waited."""
         was_waiting = self._waiting.pop(request_id, None) is not None
-        self._has_rows.discard(request_id)
         for digest in self._held.pop(request_id, ()):
             embeddings = self._images[digest]
             embeddings.holders.discard(request_id)
@@ -153,22 +155,18 @@ class ImageQueue:
         ready = [
             request_id
             for request_id in self._waiting
-            if request_id in self._has_rows
+            if request_id in self._held
             and all(self._images[digest].is_ready for digest in self._held[request_id])
         ]
         for request_id in ready:
             del self._waiting[request_id]
-            self._has_rows.discard(request_id)
         return ready
 
     def _begin_waiting(self) -> None:
         """Give rows to the images of waiting requests, the first request first."""
         for request_id, request in self._waiting.items():
-            if request_id in self._has_rows:
-                continue
-            if not self._hold_images(request):
+            if request_id not in self._held and not self._hold_images(request):
                 break  # later requests do not overtake this one
-            self._has_rows.add(request_id)
 
     def _hold_images(self, request: Request) -> bool:
         """Let a request hold all its images; changes nothing and returns False without room."""

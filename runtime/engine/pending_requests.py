@@ -44,7 +44,6 @@ class PendingRequests:
         self.images = ImageQueue(executor, num_image_rows)
         self._grammars = GrammarQueue(executor)
         self._requests: dict[str, Request] = {}  # without pixels
-        self._num_missing: dict[str, int] = {}  # request -> 1 or 2: grammar, embeddings
         self._announced: str | None = None  # the request whose embeddings were computed last
 
     @property
@@ -78,10 +77,8 @@ class PendingRequests:
 
     def add(self, request: Request) -> bool:
         """Hold a request if it needs a grammar or embeddings; returns whether it is held."""
-        num_missing = bool(request.grammar) + bool(request.images)
-        if not num_missing:
+        if not (request.grammar or request.images):
             return False
-        self._num_missing[request.request_id] = num_missing
         if request.grammar:
             self._grammars.add(request)
         if request.images:
@@ -113,26 +110,18 @@ class PendingRequests:
             waits = not (is_busy or self.images.num_waiting or arrived)
             built, failed = self._grammars.take_ready(_GRAMMAR_WAIT_S if waits else 0.0)
         for output in failed:
-            self._forget(output.request_id)
+            del self._requests[output.request_id]
             self.images.release(output.request_id)
         complete: list[Request] = []
         for request_id in (*arrived, *(request.request_id for request in built)):
-            if request_id not in self._requests:
-                continue  # its grammar failed at the moment when its embeddings were complete
-            self._num_missing[request_id] -= 1
-            if not self._num_missing[request_id]:
-                complete.append(self._forget(request_id))
+            waits = self._grammars.holds_back(request_id) or self.images.holds_back(request_id)
+            # A request is named twice if both parts arrived now, and is gone if its grammar failed.
+            if not waits and request_id in self._requests:
+                complete.append(self._requests.pop(request_id))
         return ReadyRequests(complete, built, failed, encoding)
 
     def release(self, request_id: str) -> bool:
         """Release what a request that has ended held; returns whether it still waited."""
         self._grammars.release(request_id)
         self.images.release(request_id)
-        was_waiting = request_id in self._requests
-        if was_waiting:
-            self._forget(request_id)
-        return was_waiting
-
-    def _forget(self, request_id: str) -> Request:
-        del self._num_missing[request_id]
-        return self._requests.pop(request_id)
+        return self._requests.pop(request_id, None) is not None
