@@ -14,14 +14,14 @@ from typing import Any, Self
 
 import msgspec
 
+from ostinato.conf.arguments.engine_arguments import argument_settings
 from ostinato.conf.compose import load_config
-from ostinato.conf.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.adapter_loading import AdapterLoader
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requested_adapters import RequestedAdapters
-from ostinato.runtime.client.requests import PreparedParts, bad_words_token_ids, resolve
+from ostinato.runtime.client.requests import resolve
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.encoded_prompts import (
     EncodedPrompt,
@@ -58,7 +58,7 @@ class AsyncEngine:
             overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
             config: a complete configuration, instead of `model`, `overrides` and `arguments`.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
-                (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
+                (conf/arguments). An argument wins over the same setting in `overrides`.
 
         Raises:
             ConfigError: a setting is wrong, unknown or not supported, or is given beside `config`.
@@ -141,10 +141,8 @@ class AsyncEngine:
         token_ids, prepared = encoded.token_ids, None
         if encoded.images:
             token_ids, sampling = resolve(token_ids, sampling, client.model)
-            constraint = sampling.structured_outputs
-            grammar = "" if constraint is None else await client.compile_grammar(constraint)
-            words = bad_words_token_ids(sampling.bad_words, client.tokenizer)
-            prepared = PreparedParts(grammar, words, images=encoded.images)
+            parts = await client.make_parts(sampling)
+            prepared = msgspec.structs.replace(parts, images=encoded.images)
         async for output in client.generate(
             request_id or f"async-{next(self._counter)}",
             token_ids,

@@ -23,8 +23,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ostinato.conf.arguments.engine_arguments import argument_settings
 from ostinato.conf.compose import load_config
-from ostinato.conf.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ExecutorName, ParallelConfig
@@ -114,7 +114,7 @@ class LLM:
             seed: a request without a seed gets one from a generator that starts with this seed.
                 None = such a request gets a random seed.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
-                (conf/engine_arguments.py). An argument wins over the same setting in `overrides`.
+                (conf/arguments). An argument wins over the same setting in `overrides`.
 
         Raises:
             ConfigError: a setting is wrong, unknown or not supported, or is given beside `config`.

@@ -2,7 +2,7 @@
 
     run serve MODEL --max-model-len 4096 --dtype=bfloat16 --no-enable-prefix-caching
 
-`conf/engine_arguments.py` lists the flags. An unknown flag is an error. Flags that every
+`conf/arguments/engine_arguments.py` lists the flags. An unknown flag is an error. Flags that every
 command has, and all other words, are left to the command line's parser.
 """
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ostinato.conf.compose import group_options
-from ostinato.conf.describe import describe_keys
-from ostinato.conf.engine_arguments import (
+from ostinato.conf.arguments.engine_arguments import (
     ARGUMENTS,
     Argument,
     argument_settings,
     settings_of_each,
     unknown_argument,
 )
+from ostinato.conf.compose import group_options
+from ostinato.conf.describe import describe_keys
 from ostinato.conf.errors import ConfigError
 
 __all__ = ("EngineFlags", "read_flags")

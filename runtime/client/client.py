@@ -209,7 +209,7 @@ class EngineClient(EngineFigures):
         try:
             if prepared is None:
                 prompt_token_ids, sampling = resolve(prompt_token_ids, sampling, self.model)
-                prepared = await self._parts(sampling)
+                prepared = await self.make_parts(sampling)
             requests = make_requests(
                 self._unique(request_id),
                 prompt_token_ids,
@@ -429,7 +429,8 @@ class EngineClient(EngineFigures):
         """The engine's id of a request. It is unique even if a client sends an id twice."""
         return f"{request_id}#{next(self._counter)}"
 
-    async def _parts(self, sampling: SamplingParams) -> PreparedParts:
+    async def make_parts(self, sampling: SamplingParams) -> PreparedParts:
+        """The parts of a request with these parameters, which are from `resolve`."""
         constraint = sampling.structured_outputs
         grammar = "" if constraint is None else await self.compile_grammar(constraint)
         return PreparedParts(grammar, bad_words_token_ids(sampling.bad_words, self.tokenizer))

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from ostinato.conf.arguments.engine_arguments import ARGUMENTS, argument_settings
 from ostinato.conf.compose import load_config
 from ostinato.conf.describe import describe_keys
-from ostinato.conf.engine_arguments import ARGUMENTS, argument_settings
 from ostinato.conf.errors import ConfigError
 
 

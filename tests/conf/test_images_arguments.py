@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.conf.engine_arguments import argument_settings
+from ostinato.conf.arguments.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
 
 

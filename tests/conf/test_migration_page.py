@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ostinato.conf.engine_arguments import ARGUMENTS
+from ostinato.conf.arguments.engine_arguments import ARGUMENTS
 from tests.arch.tree import ROOT
 
 PAGE = (ROOT / "docs/migrating-from-vllm.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 
 from ostinato.api.cli.engine_flags import read_flags
 from ostinato.commands import run
-from ostinato.conf.engine_arguments import ARGUMENTS
+from ostinato.conf.arguments.engine_arguments import ARGUMENTS
 from ostinato.conf.errors import ConfigError
 
 OWN = {"--cfg": 1, "--help": 0}

@@ -6,9 +6,9 @@ Both are the host memory of all ranks of an engine together, as `cache.host_gib`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import cast
+
+from ostinato.conf.arguments.json_values import json_object
 
 __all__ = (
     "HOST_GIB",
@@ -72,11 +72,11 @@ def transfer_settings(value: object) -> Mapping[str, object]:
         ValueError: `value` is not a JSON object, or a connector, a key or its value is not
             supported.
     """
-    given = _object(value)
+    given = json_object(value, _FORM)
     connector = given.pop("kv_connector", None)
     if connector != "OffloadingConnector":
         raise ValueError(f"kv_connector={connector} is not supported; {_INSTEAD}")
-    extra = _object(given.pop(_EXTRA, {}))
+    extra = json_object(given.pop(_EXTRA, {}), _FORM)
     _check(given, _KEYS)
     num_bytes = extra.pop("cpu_bytes_to_use", None)
     if not isinstance(num_bytes, int | float) or isinstance(num_bytes, bool) or num_bytes <= 0:
@@ -99,14 +99,3 @@ def _check(given: Mapping[str, object], accepted: Mapping[str, tuple[object, ...
         if value not in accepted.get(key, ()):
             remedy = _REMEDIES.get(key, "leave it out")
             raise ValueError(f"{key}={value} is not supported; {remedy}")
-
-
-def _object(value: object) -> dict[str, object]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
-    if isinstance(value, Mapping):
-        return dict(cast(Mapping[str, object], value))
-    raise ValueError(_FORM)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import cast
+
+from ostinato.conf.arguments.json_values import json_object
 
 __all__ = ("MEDIA_REFUSED", "MEDIA_SETTINGS")
 
@@ -66,7 +67,7 @@ def _limits(value: object) -> Mapping[str, object]:
         if not all(equals for _, equals, _ in pairs):
             raise ValueError(_LIMIT_FORM)
         return {name.strip(): limit for name, _, limit in pairs}
-    return _object(value, _LIMIT_FORM)
+    return json_object(value, _LIMIT_FORM)
 
 
 def _images_unless_disabled(value: object) -> Mapping[str, object]:
@@ -79,7 +80,7 @@ def _images_unless_disabled(value: object) -> Mapping[str, object]:
 
 def _processor_settings(value: object) -> Mapping[str, object]:
     """`mm_processor_kwargs`: the key `max_pixels`."""
-    fields = _object(value, 'it must be JSON such as {"max_pixels": 1000000}')
+    fields = json_object(value, 'it must be JSON such as {"max_pixels": 1000000}')
     settings: dict[str, object] = {}
     for key, given in fields.items():
         if key != "max_pixels":
@@ -92,18 +93,6 @@ def _processor_settings(value: object) -> Mapping[str, object]:
             raise ValueError(f"max_pixels must be a whole number, 1 or more, got {given!r}")
         settings[_MAX_RESIZED_PIXELS] = int(text)
     return settings
-
-
-def _object(value: object, form: str) -> Mapping[str, object]:
-    """A JSON object, as text or as a dictionary."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ValueError(form) from None
-    if not isinstance(value, Mapping):
-        raise ValueError(form)  # noqa: TRY004 - the caller reports a ValueError
-    return cast(Mapping[str, object], value)
 
 
 # Arguments with a setting -> its key, the function that reads the value, whether it is a flag.

@@ -7,22 +7,20 @@ what this engine does anyway. All other values are refused with the reason. No a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ostinato.conf.cache.cache_arguments import (
+from ostinato.conf.arguments.cache_arguments import (
     HOST_GIB,
     NO_OTHER_BACKEND,
     NO_SWAP_SPACE,
     check_one_size,
     transfer_settings,
 )
-from ostinato.conf.describe import describe_keys, nearest
-from ostinato.conf.errors import ConfigError
-from ostinato.conf.images.images_arguments import MEDIA_REFUSED, MEDIA_SETTINGS
-from ostinato.conf.lora.lora_arguments import (
+from ostinato.conf.arguments.images_arguments import MEDIA_REFUSED, MEDIA_SETTINGS
+from ostinato.conf.arguments.json_values import json_value
+from ostinato.conf.arguments.lora_arguments import (
     ADAPTERS,
     MAX_ADAPTERS,
     REFUSED,
@@ -32,8 +30,10 @@ from ostinato.conf.lora.lora_arguments import (
     slots_if_enabled,
     without_lora,
 )
+from ostinato.conf.arguments.speculative_config import speculation_settings
+from ostinato.conf.describe import describe_keys, nearest
+from ostinato.conf.errors import ConfigError
 from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
-from ostinato.conf.speculation.speculative_config import speculation_settings
 
 __all__ = (
     "ARGUMENTS",
@@ -192,17 +192,8 @@ def _list(value: object) -> object:
     """A list of texts, or one text that is a JSON list."""
     items = list(cast(Sequence[object], value)) if isinstance(value, list | tuple) else [value]
     if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
-        return _json(items[0])
+        return json_value(items[0])
     return items
-
-
-def _json(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        raise ValueError("it must be JSON") from None
 
 
 def _flag(value: object) -> bool:
@@ -277,7 +268,7 @@ ARGUMENTS: dict[str, Argument] = {
         default=("none",),
     ),
     "chat_template": Argument(setting="model.chat_template", read=str),
-    "hf_overrides": Argument(setting="model.config", read=_json, default=("{}",)),
+    "hf_overrides": Argument(setting="model.config", read=json_value, default=("{}",)),
     "generation_config": Argument(
         setting="sampling.use_generation_config",
         read=_one_of(

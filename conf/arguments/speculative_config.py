@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import cast
+from ostinato.conf.arguments.json_values import json_object
 
 __all__ = ("speculation_settings",)
 
@@ -47,7 +45,7 @@ def speculation_settings(value: object) -> dict[str, object]:
     Raises:
         ValueError: `value` is not a JSON object, or a method or key is not supported.
     """
-    given = _read(value)
+    given = json_object(value, 'it must be a JSON object, such as {"method": "ngram"}')
     method = given.pop("method", "draft_model" if given.get("model") else None)
     if method not in _METHODS:
         raise ValueError(
@@ -64,14 +62,3 @@ def speculation_settings(value: object) -> dict[str, object]:
             raise ValueError(f"{name} is not supported; {remedy}")
         settings[_KEYS[name]] = one
     return settings
-
-
-def _read(value: object) -> dict[str, object]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
-    if isinstance(value, Mapping):
-        return dict(cast(Mapping[str, object], value))
-    raise ValueError('it must be a JSON object, such as {"method": "ngram"}')

@@ -7,9 +7,10 @@ least the number of `lora_modules`, is the number of slots.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import cast
+
+from ostinato.conf.arguments.json_values import json_value
 
 __all__ = (
     "ADAPTERS",
@@ -74,7 +75,7 @@ def num_slots(value: object) -> Mapping[str, object]:
 def lora_modules(value: object) -> Mapping[str, object]:
     """`lora_modules`: the adapters to load at the start. Each has a slot by default."""
     if isinstance(value, str) and value.startswith("["):
-        value = _json(value)
+        value = json_value(value)
     items = list(cast(Sequence[object], value)) if isinstance(value, list | tuple) else [value]
     adapters: dict[str, str] = {}
     for item in items:
@@ -93,7 +94,7 @@ def _module(item: object) -> tuple[str, str]:
             if not (name and equals and path):
                 raise ValueError(f"{_MODULE_FORM}, got {item!r}")
             return name, path
-        item = _json(item)
+        item = json_value(item)
     fields: Mapping[str, object] = {}
     if isinstance(item, Mapping):
         fields = cast(Mapping[str, object], item)
@@ -104,13 +105,6 @@ def _module(item: object) -> tuple[str, str]:
     if not (isinstance(name, str) and name and isinstance(path, str) and path):
         raise ValueError(f"{_MODULE_FORM}, got {item!r}")
     return name, path
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError("it must be JSON") from None
 
 
 def without_lora(arguments: Mapping[str, object]) -> Mapping[str, object]:
