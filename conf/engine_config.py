@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.cache.cache_schema import CacheConfig
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
@@ -37,6 +38,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
+    audio: AudioConfig = field(default_factory=AudioConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     runtime: RuntimeSection = field(default_factory=RuntimeSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)

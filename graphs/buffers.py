@@ -64,7 +64,6 @@ class StaticBuffers:
         block_size: int,
         device: torch.device,
         max_num_rows: int | None = None,
-        max_encoder_blocks_per_seq: int = 0,
         async_tokens: bool | None = None,
         table: type[StepTensors[Any]] = StepTensors,
         max_drafts: int = 0,
@@ -80,7 +79,6 @@ class StaticBuffers:
             device: where programs read.
             max_num_rows: R, the most tokens of a step whose logits are wanted; None = one per
                 sequence.
-            max_encoder_blocks_per_seq: E, blocks of the longest encoder output.
             async_tokens: whether a step's tokens stay on the device as inputs of the next step. The
                 next step can then be launched before the host has read these tokens. None = only
                 on a GPU.
@@ -102,7 +100,7 @@ class StaticBuffers:
         }
         self._sizes = [spec.dynamic_size for spec in self._specs.values()]
         largest = StepSizes(max_num_tokens, max_num_seqs, self.max_num_rows)
-        fixed = {Size.blocks: max_blocks_per_seq, Size.encoder_blocks: max_encoder_blocks_per_seq}
+        fixed = {Size.blocks: max_blocks_per_seq}
         shapes = {name: spec.shape(largest, fixed) for name, spec in self._specs.items()}
         self._allocate(shapes, device, num_host_copies)
         self.plan = self._device["plan"]

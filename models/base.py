@@ -44,6 +44,8 @@ class CheckpointLayout:
     # models/checkpoints/row_orders.py)
     row_orders: tuple[tuple[str, Tensor], ...] = ()
     stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
+    # Ends of the names of tensors that a checkpoint need not have. Missing ones are zero.
+    zeros: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # regular expressions for names of tensors that are not used
     tower: tuple[str, ...] = ()  # likewise, if the model is built without its vision tower
 

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.models.audio.audio_tower import AudioTower
 from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.cross_attention_layer import CrossAttention, CrossTable
 from ostinato.models.layers.few_rows import FewRowsBlock
 from ostinato.models.layers.latent_attention import LatentAttention
 from ostinato.models.layers.linear_layers import BuildOptions
@@ -31,9 +33,11 @@ from ostinato.models.layers.position_tables import (
 )
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import (
+    CROSS,
     DEFAULT_ROPE,
     LOCAL_ROPE,
     TEMPERATURE,
+    AudioTensors,
     ForwardBatch,
     GridTensors,
     ImageTensors,
@@ -80,6 +84,10 @@ class DecoderBlock(DecoderLayer):
             self.mlp_norm = build_norm(config, options)
         moe = config.moe if config.moe is not None and config.moe.layers[layer] else None
         self.mlp = build_mlp(config, options) if moe is None else MoE(config, options, moe)
+        self.cross_norm = self.cross_attn = None
+        if options.cross is not None:
+            self.cross_norm = build_norm(config, options)
+            self.cross_attn = CrossAttention(config, options, options.cross)
         if residual in (Residual.post_norm, Residual.sandwich):
             self.attention_out_norm = build_rms_norm(config, options, config.hidden_size)
             self.mlp_out_norm = build_rms_norm(config, options, config.hidden_size)
@@ -118,6 +126,8 @@ class DecoderBlock(DecoderLayer):
         if self.residual is Residual.sequential:
             normal = self.attention_norm(hidden)
             hidden = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
+            if self.cross_attn is not None and self.cross_norm is not None:
+                hidden = self.cross_attn(self.cross_norm(hidden), step, hidden, rows)
             return self.mlp(self.mlp_norm(hidden), hidden, slots)
         if self.residual in (Residual.post_norm, Residual.sandwich):
             is_sandwich = self.residual is Residual.sandwich
@@ -133,7 +143,8 @@ class DecoderBlock(DecoderLayer):
         return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended, slots)
 
     def few_rows(self) -> FewRowsBlock | None:
-        if self.residual is not Residual.sequential or self.image_table is not None:
+        has_more = self.image_table is not None or self.cross_attn is not None
+        if self.residual is not Residual.sequential or has_more:
             return None
         return FewRowsBlock.of(self.attention_norm, self.self_attn, self.mlp_norm, self.mlp)
 
@@ -145,6 +156,7 @@ class DecoderBlock(DecoderLayer):
             self.image_table is not None,
             *(norm.static_key for norm in norms),
             *self.self_attn.static_key(),
+            *(() if self.cross_attn is None else self.cross_attn.static_key()),
             *self.mlp.static_key(),
         )
 
@@ -223,6 +235,10 @@ class Decoder(CausalLM):
             self.checkpoint_layout = self.checkpoint_layout.without(*self.checkpoint_layout.tower)
         self.image_table: Tensor | None
         self.register_buffer("image_table", table, persistent=False)
+        self.audio = self.cross_table = None
+        if config.audio is not None and options.cross is not None:
+            self.audio = AudioTower(config.audio, options)
+            self.cross_table = CrossTable(options.cross, options)
         self.layers = StageLayers(
             (DecoderBlock(config, options, layer) for layer in range(first, first + count)), first
         )
@@ -266,6 +282,9 @@ class Decoder(CausalLM):
             assert isinstance(batch, GridTensors), "the family has declared these step tensors"
             positions = batch.rope_positions
         rope = {kind: rotary(positions) for kind, rotary in self._rotary_by_kind}
+        if self.cross_table is not None:
+            assert isinstance(batch, AudioTensors), "the family has declared these step tensors"
+            rope[CROSS] = self.cross_table(batch.audio_windows)
         if self._previous is not None:
             return self._receive(self._previous, len(batch.token_ids)), StepInputs(rope, batch)
         embed = self.embed_tokens

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, and the allocation of its tensors."""
+"""The shapes of a model's KV cache and of its caches for cross attention, and their allocation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.models.weight_methods.huge_pages import zeroed
 
-__all__ = ("KVCache", "KVCacheSpec")
+__all__ = ("CrossSpace", "KVCache", "KVCacheSpec")
 
 _SCALE_BYTES = 4
 
@@ -54,6 +54,26 @@ class KVCacheSpec:
             (_zeros(key, self.dtype, device), _zeros(value, self.dtype, device))
             for _ in range(self.num_layers)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossSpace:
+    """The room for keys and values of encoder states: windows of equal size, in blocks."""
+
+    num_windows: int  # without window 0, which stands for no window
+    num_keys: int  # states of a window
+    block_size: int  # keys of a block
+    dtype: torch.dtype  # of the caches
+
+    @property
+    def blocks_per_window(self) -> int:
+        """E, blocks of a window."""
+        return -(-self.num_keys // self.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a layer's caches."""
+        return (1 + self.num_windows) * self.blocks_per_window
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

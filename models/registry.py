@@ -16,6 +16,7 @@ from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.kv_cache import CrossSpace
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.layers.moe import Experts
@@ -80,6 +81,9 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "ostinato.models.families.smollm3:SmolLM3ForCausalLM",
     "StableLmForCausalLM": "ostinato.models.families.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "ostinato.models.families.starcoder2:Starcoder2ForCausalLM",
+    "WhisperForConditionalGeneration": (
+        "ostinato.models.families.whisper:WhisperForConditionalGeneration"
+    ),
 }
 """The name under `architectures` in config.json -> module:class."""
 
@@ -181,6 +185,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     experts: ExpertKernels = ExpertKernels.auto,
     adapters: AdapterSpace | None = None,
     num_image_rows: int = 0,
+    cross: CrossSpace | None = None,
 ) -> LanguageModel:
     """The model with unset weights. Their memory is reserved, and not written yet.
 
@@ -199,6 +204,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         adapters: the room for low-rank adapters; None = no room.
         num_image_rows: embeddings of images that can be kept at once; 0 = the model takes no images
             and has no vision tower.
+        cross: the room for keys and values of encoder states, for a model with cross attention.
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
@@ -224,6 +230,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         experts=experts,
         adapters=adapters,
         num_image_rows=num_image_rows,
+        cross=cross,
     )
     model = class_of(config)(config, options)
     layout = model.checkpoint_layout

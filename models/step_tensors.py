@@ -21,9 +21,12 @@ from torch import Tensor
 from ostinato.ops.attention import AttentionMetadata
 
 __all__ = (
+    "CROSS",
     "DEFAULT_ROPE",
     "LOCAL_ROPE",
     "TEMPERATURE",
+    "AudioTensors",
+    "CrossRows",
     "ForwardBatch",
     "GridTensors",
     "ImageTensors",
@@ -36,7 +39,6 @@ __all__ = (
     "TensorSpec",
     "Upload",
     "given_tensors",
-    "num_kv_groups",
     "tensor_specs",
 )
 
@@ -52,6 +54,10 @@ TEMPERATURE = "temperature"
 """The kind of the table with factors of queries, used by layers without rotary positions."""
 
 
+CROSS = "cross"
+"""The kind of the table that says which keys cross attention reads."""
+
+
 class Size(StrEnum):
     """The names of the sizes of step tensors."""
 
@@ -60,12 +66,11 @@ class Size(StrEnum):
     seqs_plus_one = "S+1"
     rows = "R"  # tokens whose logits are wanted
     blocks = "B"  # blocks of the longest sequence; fixed for an engine's life
-    encoder_blocks = "E"  # blocks of the longest encoder output; fixed for an engine's life
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the size differs from step to step."""
-        return self not in (Size.blocks, Size.encoder_blocks)
+        return self is not Size.blocks
 
 
 class Upload(StrEnum):
@@ -98,7 +103,7 @@ class StepSizes(NamedTuple):
                 return self.num_seqs + 1
             case Size.rows:
                 return self.num_rows
-            case Size.blocks | Size.encoder_blocks:
+            case Size.blocks:
                 raise ValueError(f"the size {size} is fixed for an engine; a step does not have it")
 
 
@@ -107,16 +112,12 @@ class TensorSpec:
     """The declaration of a step tensor.
 
     Only the first size may be dynamic, so that a tensor that is cut to a step's size is contiguous.
-
-    `kv_group` > 0 means that the tensor is of a further KV cache group. The batch builder fills a
-    tensor [S, E] with block ids of that group, and a tensor [S] with its number of tokens.
     """
 
     sizes: tuple[Size | int, ...]
     dtype: torch.dtype
     padding: int | Literal["edge"] = 0  # "edge" repeats the last value of the step
     upload: Upload = Upload.whole
-    kv_group: int = 0
 
     def __post_init__(self) -> None:
         if any(isinstance(size, Size) and size.is_dynamic for size in self.sizes[1:]):
@@ -205,6 +206,14 @@ class GridTensors(ImageTensors[Array]):
     rope_positions: Annotated[Array, TensorSpec(sizes=(Size.tokens, 3), dtype=torch.int64)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AudioTensors(StepTensors[Array]):
+    """The step tensors of a model with cross attention to audio."""
+
+    # [T, 1]; the window of the caches of cross attention that each token reads; 0 = none.
+    audio_windows: Annotated[Array, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int64)]
+
+
 ForwardBatch = StepTensors[Tensor]
 """A step's tensors on the model's device; `plan` is on the CPU."""
 
@@ -224,11 +233,6 @@ def given_tensors(step: StepTensors[Array]) -> dict[str, tuple[TensorSpec, Array
     }
 
 
-def num_kv_groups(table: type[StepTensors[Any]]) -> int:
-    """The number of block tables of each sequence: one for each KV cache group."""
-    return 1 + max(spec.kv_group for spec in tensor_specs(table).values())
-
-
 class RopeRows(NamedTuple):
     """The rows of one rotary table at the positions of a step's tokens."""
 
@@ -242,10 +246,17 @@ class TableRows(NamedTuple):
     rows: Tensor  # [T, width]
 
 
+class CrossRows(NamedTuple):
+    """For each token of a step, the keys and values that cross attention reads."""
+
+    seq_lens: Tensor  # [T, 1] int32
+    block_table: Tensor  # [T, E] int32, blocks of the caches of cross attention
+
+
 class StepInputs(NamedTuple):
     """Inputs that all decoder layers of a step share; `LanguageModel.begin` computes them once."""
 
-    # RopeRows or TableRows, by kind of table; empty for models without rotary embedding.
+    # RopeRows, TableRows or CrossRows, by kind of table; empty for models without such tables.
     rope: Mapping[str, tuple[Tensor, ...]]
     tensors: ForwardBatch
 

@@ -72,6 +72,7 @@ class AttentionSpec:
     soft_cap: float = 0.0  # `logits = cap * tanh(logits / cap)`; 0 = none
     has_alibi: bool = False  # heads have slopes (ALiBi)
     has_sinks: bool = False  # each head has an attention sink: one more logit, without a key
+    has_cross: bool = False  # layers also attend to an encoder (ops/cross_attention.py)
 
     @property
     def has_two_head_sizes(self) -> bool:

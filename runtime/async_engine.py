@@ -23,12 +23,8 @@ from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requested_adapters import RequestedAdapters
 from ostinato.runtime.client.requests import resolve
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.text.encoded_prompts import (
-    EncodedPrompt,
-    PromptInputs,
-    check_sampling_with_images,
-)
-from ostinato.runtime.text.offline_prompts import Prompt, TextPrompt, TokensPrompt, prompt_list
+from ostinato.runtime.text.encoded_prompts import EncodedPrompt, PromptInputs
+from ostinato.runtime.text.offline_prompts import DictPrompt, Prompt, prompt_list
 from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
 from ostinato.runtime.types.outputs import RequestOutput
 from ostinato.runtime.types.params import SamplingParams
@@ -105,7 +101,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: Prompt | TextPrompt | TokensPrompt | Sequence[dict[str, Any]],
+        prompt: Prompt | DictPrompt | Sequence[dict[str, Any]],
         sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -116,7 +112,8 @@ class AsyncEngine:
         """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`.
 
         Args:
-            prompt: as for `LLM.stream`. It can have images (docs/images.md).
+            prompt: as for `LLM.stream`. It can have images (docs/images.md) or audio
+                (docs/audio.md).
             lora_request: the adapter, which is loaded when it is first named. If no slot is free,
                 the least recently used adapter that no request uses is replaced. None = the model
                 alone.
@@ -131,7 +128,7 @@ class AsyncEngine:
         if sampling is None:
             sampling = msgspec.convert(client.model.default_sampling, SamplingParams)
         encoded = await asyncio.to_thread(self._encode, prompt)
-        check_sampling_with_images(sampling, encoded.images)
+        sampling = encoded.adjusted(sampling)
         adapter = None
         if lora_request is not None:
             adapter = await self._adapter(lora_request)
@@ -139,10 +136,10 @@ class AsyncEngine:
             while client.adapters.get(adapter.name) != adapter:
                 adapter = await self._adapter(lora_request)
         token_ids, prepared = encoded.token_ids, None
-        if encoded.images:
+        if encoded.images or encoded.audio is not None:
             token_ids, sampling = resolve(token_ids, sampling, client.model)
             parts = await client.make_parts(sampling)
-            prepared = msgspec.structs.replace(parts, images=encoded.images)
+            prepared = msgspec.structs.replace(parts, images=encoded.images, audio=encoded.audio)
         async for output in client.generate(
             request_id or f"async-{next(self._counter)}",
             token_ids,
@@ -213,11 +210,11 @@ class AsyncEngine:
                 requested.note(adapter, one.lora_path, one.lora_int_id)
         return adapter
 
-    def _encode(
-        self, prompt: Prompt | TextPrompt | TokensPrompt | Sequence[dict[str, Any]]
-    ) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt | DictPrompt | Sequence[dict[str, Any]]) -> EncodedPrompt:
         client = self._started()
-        inputs = PromptInputs(client.model, client.tokenizer, self._config.images)
+        inputs = PromptInputs(
+            client.model, client.tokenizer, self._config.images, self._config.audio
+        )
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:
             return inputs.render(prompt)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ _READ = 1 << 20  # bytes that are read at a time
 _MOST_IDLE = 4  # forks that wait for a further job
 _MOST_JOBS = 256  # a fork ends after this many jobs, so that its memory stays bounded
 
-_Parts = bytes | Sequence[bytes]
+_Parts = bytes | Sequence[bytes | bytearray]
 BeginPart = Callable[[str, float], None]
 """Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
 

@@ -11,67 +11,44 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from ostinato.conf.arguments.engine_arguments import argument_settings
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ExecutorName, ParallelConfig
-from ostinato.runtime.client.completion import CollectedCompletion, PromptCompletions
-from ostinato.runtime.client.offline_adapters import OfflineAdapters
-from ostinato.runtime.client.offline_pooling import (
+from ostinato.runtime.audio.offline_audio import AudioInput
+from ostinato.runtime.audio.transcript_prompt import TranscriptTask
+from ostinato.runtime.engine.step_observer import StepObserver
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.offline.offline_adapters import OfflineAdapters
+from ostinato.runtime.offline.offline_generation import OfflineGenerator, require_generation
+from ostinato.runtime.offline.offline_pooling import (
     OfflinePooler,
     Texts,
     default_pooling,
     text_pairs,
 )
-from ostinato.runtime.client.pooling import require_task
-from ostinato.runtime.client.requests import (
-    PreparedParts,
-    bad_words_token_ids,
-    make_requests,
-    resolve,
-)
-from ostinato.runtime.engine.interrupts import whole_step
-from ostinato.runtime.engine.step_observer import StepObserver
-from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.offline.offline_transcripts import OfflineTranscriber, TranscriptSampling
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.model_cache import LoadedModelCache
-from ostinato.runtime.text.encoded_prompts import (
-    EncodedPrompt,
-    PromptInputs,
-    check_sampling_with_images,
-)
-from ostinato.runtime.text.offline_prompts import (
-    Prompt,
-    Prompts,
-    TextPrompt,
-    TokensPrompt,
-    prompt_list,
-)
+from ostinato.runtime.text.encoded_prompts import EncodedPrompt, PromptInputs
+from ostinato.runtime.text.offline_prompts import DictPrompt, Prompt, Prompts, prompt_list
 from ostinato.runtime.text.tokenizer import Tokenizer
-from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
-from ostinato.runtime.types.engine_info import EngineStats, ServedModel, ServedTask
+from ostinato.runtime.types.adapters import LoRARequest
+from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from ostinato.runtime.types.outputs import (
     EmbeddingOutput,
     GenerationOutput,
     RequestOutput,
+    Transcript,
 )
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
-from ostinato.runtime.types.request import Request
 
 __all__ = ("LLM",)
 
@@ -129,7 +106,6 @@ class LLM:
         _require_one_engine_here(config.parallel)
         self._engine = build_engine(config, report, observer, model_cache, proposer)
         self._request_ids = (f"offline-{number}" for number in itertools.count())
-        self._seeds = None if seed is None else random.Random(seed)
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)
         self._pooler = OfflinePooler(self._engine, self._request_ids)
@@ -139,7 +115,15 @@ class LLM:
             if self.model.tokenizer
             else None
         )
-        self._inputs = PromptInputs(self.model, self.tokenizer, config.images)
+        self._inputs = PromptInputs(self.model, self.tokenizer, config.images, config.audio)
+        self._generator = OfflineGenerator(
+            self._engine,
+            self.tokenizer,
+            self._request_ids,
+            self._grammars,
+            None if seed is None else random.Random(seed),
+        )
+        self._transcriber = OfflineTranscriber(self._generator, self._inputs, config.audio)
         self._adapters.load_configured()
 
     def generate(
@@ -154,7 +138,9 @@ class LLM:
 
         Args:
             prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
-                of them. A dictionary can have images, `"multi_modal_data": {"image": images}`.
+                of them. A dictionary can have images, `"multi_modal_data": {"image": images}`. For
+                a model that transcribes, it has `{"audio": (samples, sampling_rate)}`, at most one
+                window (docs/audio.md).
             sampling_params: one for all prompts, or a list with one for each prompt; None = the
                 model's defaults.
             use_progress: show a progress bar.
@@ -171,7 +157,7 @@ class LLM:
             RankFailedError: a rank of the engine has ended or hangs, or an earlier step failed.
             KeyboardInterrupt: of a Ctrl-C, after the present step. The requests are dropped.
         """
-        require_task(self.model, ServedTask.generate)
+        require_generation(self.model)
         many = [self._inputs.encode(prompt) for prompt in prompt_list(prompts)]
         return self._complete(many, sampling_params, lora_request, use_progress=use_progress)
 
@@ -196,51 +182,7 @@ class LLM:
                 param="sampling_params",
             )
         with self._adapters.held(lora_request, len(many)) as adapters:
-            return self._generate(many, params, adapters, use_progress=use_progress)
-
-    def _generate(
-        self,
-        many: list[EncodedPrompt],
-        params: list[SamplingParams],
-        adapters: list[ServedAdapter | None],
-        *,
-        use_progress: bool,
-    ) -> list[GenerationOutput]:
-        batches = [
-            self._make_requests(prompt, each, adapter)
-            for prompt, each, adapter in zip(many, params, adapters, strict=True)
-        ]
-        collected: list[dict[int, CollectedCompletion]] = [{} for _ in batches]
-        console = Console(stderr=True)
-        is_shown = use_progress and (console.is_terminal or console.is_jupyter)
-        with Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not is_shown,
-            transient=True,
-        ) as progress:
-            total = sum(each.n for each in params)
-            task = progress.add_task("", total=total, rate="")
-            for which, output in self._run(batches, params):
-                collected[which].setdefault(output.index, CollectedCompletion()).add(output)
-                if output.finish_reason is not None:
-                    done = sum(len(c.token_ids) for one in collected for c in one.values())
-                    elapsed = progress.tasks[0].elapsed or 1e-9
-                    progress.update(task, advance=1, rate=f"{done / elapsed:.0f} tokens/s")
-        return [
-            GenerationOutput(
-                prompt=prompt.text,
-                prompt_token_ids=batch[0].prompt_token_ids,
-                outputs=[one.finish(index) for index, one in sorted(parts.items())],
-                num_cached_tokens=max(one.num_cached for one in parts.values()),
-                prompt_logprobs=parts[0].prompt_logprobs,
-            )
-            for prompt, batch, parts in zip(many, batches, collected, strict=True)
-        ]
+            return self._generator.generate(many, params, adapters, use_progress=use_progress)
 
     def chat(
         self,
@@ -256,11 +198,55 @@ class LLM:
             messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists. A content
                 can be a list of texts and images (docs/images.md).
         """
-        require_task(self.model, ServedTask.generate)
+        require_generation(self.model)
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
         many = [self._inputs.render(conversation) for conversation in conversations]
         return self._complete(many, sampling_params, lora_request, use_progress=use_progress)
+
+    def transcribe(
+        self,
+        audio: AudioInput | Sequence[AudioInput],
+        *,
+        language: str | None = None,
+        task: TranscriptTask = "transcribe",
+        timestamps: bool = False,
+        prompt: str | None = None,
+        use_progress: bool = True,
+        **sampling: Unpack[TranscriptSampling],
+    ) -> list[Transcript]:
+        """The text of audio of any length. All windows of all files run in one batch.
+
+        Args:
+            audio: a path, the bytes of a file, `(samples, sampling_rate)`, or a list of these.
+                Samples are [n], [n, channels] or [channels, n], floats or int16.
+            language: the spoken language of all files, as a code such as "de" or an English name.
+                None = the first window of each file decides.
+            task: "transcribe" writes the spoken language, "translate" writes English.
+            timestamps: whether the transcripts have segments with times.
+            prompt: text that comes before each window: it shows spelling and style.
+            use_progress: show a progress bar.
+            sampling: `temperature` (0 unless given), `max_tokens` of a window (all that fit unless
+                given), and the other names of `TranscriptSampling`.
+
+        Returns:
+            One transcript per file, in order.
+
+        Raises:
+            InvalidRequestError: the model does not transcribe, a file or an argument is refused, or
+                the package that decodes files is missing; nothing was run.
+            EngineError: the engine gave a window up.
+            RankFailedError: a rank of the engine has ended or hangs.
+        """
+        return self._transcriber.transcribe(
+            audio,
+            language=language,
+            task=task,
+            has_timestamps=timestamps,
+            previous=prompt or "",
+            sampling=sampling,
+            use_progress=use_progress,
+        )
 
     def embed(
         self,
@@ -313,7 +299,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt | TextPrompt | TokensPrompt | Sequence[Message],
+        prompt: Prompt | DictPrompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
@@ -330,7 +316,7 @@ class LLM:
             HelperProcessError: no process could check a grammar.
             RankFailedError: a rank of the engine has ended or hangs.
         """
-        require_task(self.model, ServedTask.generate)
+        require_generation(self.model)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:
             encoded = self._inputs.render(prompt)  # type: ignore[arg-type]
@@ -339,9 +325,7 @@ class LLM:
             encoded = self._inputs.encode(one)
         params = sampling_params or self.default_sampling()
         with self._adapters.held(lora_request, 1) as [adapter]:
-            requests = self._make_requests(encoded, params, adapter)
-            for _, output in self._run([requests], [params]):
-                yield output
+            yield from self._generator.stream(encoded, params, adapter)
 
     def close(self) -> None:
         """Free the engine's memory, threads and files. No other method may be called afterwards."""
@@ -365,67 +349,6 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks. While a request runs: keep them and return False."""
         return self._engine.reset_prefix_cache()
-
-    def _make_requests(
-        self,
-        prompt: EncodedPrompt,
-        sampling: SamplingParams,
-        adapter: ServedAdapter | None = None,
-    ) -> list[Request]:
-        check_sampling_with_images(sampling, prompt.images)
-        if sampling.seed is None and self._seeds is not None:
-            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
-        token_ids, sampling = resolve(prompt.token_ids, sampling, self.model)
-        constraint = sampling.structured_outputs
-        return make_requests(
-            next(self._request_ids),
-            token_ids,
-            sampling,
-            self.model,
-            adapter=adapter,
-            parts=PreparedParts(
-                "" if constraint is None else self._grammars.compile(constraint),
-                bad_words_token_ids(sampling.bad_words, self.tokenizer),
-                images=prompt.images,
-            ),
-        )
-
-    def _run(
-        self, batches: list[list[Request]], params: list[SamplingParams]
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Run requests until all have ended; yields (index of a prompt, its new output).
-
-        Args:
-            batches: the requests of each prompt.
-            params: the parameters of each prompt.
-        """
-        answers = [
-            PromptCompletions(batch, each, self.tokenizer)
-            for batch, each in zip(batches, params, strict=True)
-        ]
-        which = {
-            request_id: index
-            for index, answer in enumerate(answers)
-            for request_id in answer.unfinished_ids
-        }
-        try:
-            for request in itertools.chain(*batches):
-                self._engine.add_request(request)
-            while which:
-                for engine_output in whole_step(self._engine):
-                    index = which.get(engine_output.request_id)
-                    if index is None:
-                        continue
-                    before = answers[index].unfinished_ids
-                    outputs = answers[index].process(engine_output)
-                    for ended in set(before).difference(answers[index].unfinished_ids):
-                        del which[ended]
-                        self._engine.abort(ended)  # the engine does not look for stop strings
-                    for output in outputs:
-                        yield index, output
-        finally:
-            for request_id in which:
-                self._engine.abort(request_id)
 
 
 def _require_one_engine_here(parallel: ParallelConfig) -> None:

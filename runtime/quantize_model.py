@@ -112,11 +112,13 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
             f"the checkpoint is quantised already ({source.weights.quantization}); "
             "quantise the checkpoint from which it was made"
         )
-    if source.config.vision is not None:
-        raise StartupError(
-            f"models that take images are not quantised, and {source.config.architecture} takes "
-            "images; use model.quantization, which quantises the text model while it is loaded"
-        )
+    for inputs, tower in (("images", source.config.vision), ("audio", source.config.audio)):
+        if tower is not None:
+            raise StartupError(
+                f"models that take {inputs} are not quantised, and {source.config.architecture} "
+                f"takes {inputs}; use model.quantization, which quantises the decoder while it is "
+                "loaded"
+            )
     if section.format == "awq" and section.bits != 4:
         raise StartupError(
             f"quantize.format=awq has 4 bits, got quantize.bits={section.bits}; set quantize.bits=4"

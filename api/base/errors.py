@@ -184,18 +184,18 @@ def error_response(error: Exception, request: Request[Any, Any, Any]) -> Respons
 Handler = Callable[[Request[Any, Any, Any], Exception], Response[bytes]]
 
 
-def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handler]:
+def exception_handlers(body_limit: str) -> dict[int | type[Exception], Handler]:
     """The exception handlers for Litestar: for Litestar's own errors, and for all other errors.
 
     Args:
-        max_body_mib: `server.max_body_mib`, for the text of the 413.
+        body_limit: the setting that limits a body and its value, for the text of the 413.
     """
 
     def on_framework_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
         assert isinstance(error, HTTPException), "registered for HTTPException only"
         if error.status_code >= 500:
             return on_error(request, error)
-        message, code = _explain(request, error, max_body_mib)
+        message, code = _explain(request, error, body_limit)
         param = None
         # A query parameter of the wrong type.
         if error.status_code == 400 and isinstance(error.extra, list) and error.extra:
@@ -215,7 +215,7 @@ def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handl
 
 
 def _explain(
-    request: Request[Any, Any, Any], error: HTTPException, max_body_mib: float
+    request: Request[Any, Any, Any], error: HTTPException, body_limit: str
 ) -> tuple[str, str]:
     """(message, code) for an error of Litestar.
 
@@ -230,8 +230,5 @@ def _explain(
         text = f"{request.url.path} does not take {request.method}; use {allowed}"
         return text, "method_not_allowed"
     if error.status_code == 413:
-        text = (
-            f"the body is larger than server.max_body_mib={max_body_mib:g} MiB; send a smaller one"
-        )
-        return text, "body_too_large"
+        return f"the body is larger than {body_limit}; send a smaller one", "body_too_large"
     return error.detail, "invalid_value"

@@ -39,8 +39,6 @@ _MISSING_FEATURES = {
     "/scale_elastic_ep": "a number of engines that changes while the server runs",
     "/sleep": "models that can be unloaded while the server runs",
     "/v1/audio/speech": "text-to-speech models",
-    "/v1/audio/transcriptions": "audio models",
-    "/v1/audio/translations": "audio models",
     "/v1/images/generations": "image generation",
     "/v1/moderations": "moderation models",
     "/v1/realtime": "audio models",

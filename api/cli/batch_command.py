@@ -46,6 +46,7 @@ _MAX_BODY_MIB = 1024
 # Beginnings of the paths that a batch may use. The paths for operators are not among them.
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 _FOR_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_FORMS = "/v1/audio/"  # a line has a body of JSON, and these endpoints take forms
 
 
 def batch(config: RunConfig, source: str, target: str) -> int:
@@ -194,6 +195,7 @@ def _urls(app: Litestar) -> frozenset[str]:
         and "{" not in route.path
         and route.path.startswith(_PREFIXES)
         and route.path not in _FOR_OPERATORS
+        and not route.path.startswith(_FORMS)
     )
 
 

@@ -36,8 +36,8 @@ _ERRORS = {
     400: "The request cannot be served as asked; the error says why.",
     401: "The API key is missing or wrong.",
     404: "There is no such model, adapter, reply or engine.",
-    413: "The body is larger than server.max_body_mib.",
-    415: "The body is not declared as JSON.",
+    413: "The body is larger than the server allows.",
+    415: "The body is not declared as the media type that the endpoint takes.",
     429: "Too many requests wait or run; Retry-After says when to try again.",
     500: "The request failed in the engine or in the server.",
     503: "The request cannot be served now; Retry-After, if present, says when to try again.",
@@ -45,7 +45,7 @@ _ERRORS = {
 }
 
 
-def post_endpoint(
+def post_endpoint(  # noqa: PLR0913 - the parts of an endpoint
     *paths: str,
     body: type[msgspec.Struct] | Sequence[type[msgspec.Struct]] | None = None,
     answer: object = None,
@@ -54,6 +54,7 @@ def post_endpoint(
     error: type[msgspec.Struct] = ErrorBody,
     errors: Errors | None = None,
     media_type: str = _JSON,
+    body_media_type: str = _JSON,
     is_open: bool = False,
 ) -> Decorator:
     """Declare a POST handler that answers 200.
@@ -61,14 +62,16 @@ def post_endpoint(
     Args:
         paths: the paths of the endpoint. The OpenAPI document describes all of them. References
             in these descriptions point into the description of the first path.
-        body: type of the JSON body, or the types that it can have; None = no body.
-        answer: type of the whole answer; None = any JSON object.
+        body: type of the body, or the types that it can have; None = no body.
+        answer: type of the whole answer, or a tuple of types; None = any JSON object.
         events: the types that the data of a server-sent event can have; () = no stream.
         form: how the API encodes its events.
         error: type of every error response. Only used if the endpoint takes a body.
         errors: status -> type of the error response. 401 and 500 are added, and for an endpoint
             that takes a body, all statuses that the check of a request can give.
-        media_type: the media type of the answer.
+        media_type: the media type of the answer. With `answer`, there are also answers of this
+            type, which are texts.
+        body_media_type: the media type of the body.
         is_open: whether the endpoint needs no API key.
     """
     base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
@@ -76,11 +79,11 @@ def post_endpoint(
     def describe() -> _Description:
         if body is None:
             return None, _responses(base, answer, _with_common(errors), media_type)
-        place = f"{base}/requestBody/content/{_escaped(_JSON)}/schema"
+        place = f"{base}/requestBody/content/{_escaped(body_media_type)}/schema"
         described = (
             _described_any(body, place) if isinstance(body, Sequence) else _described(body, place)
         )
-        content = {_JSON: OpenAPIMediaType(schema=described)}
+        content = {body_media_type: OpenAPIMediaType(schema=described)}
         statuses = {**dict.fromkeys(_ERRORS, error), **(errors or {})}
         responses = _responses(base, answer, statuses, media_type)
         _add_events(responses, base, events, form)
@@ -161,13 +164,17 @@ def _responses(
 ) -> dict[str, OpenAPIResponse]:
     def response(status: int, kind: object, description: str) -> OpenAPIResponse:
         place = f"{base}/responses/{status}/content/{_escaped(_JSON)}/schema"
-        content = {_JSON: OpenAPIMediaType(schema=_described(kind, place))}
+        described = (
+            _described_any(kind, place) if isinstance(kind, tuple) else _described(kind, place)
+        )
+        content = {_JSON: OpenAPIMediaType(schema=described)}
         return OpenAPIResponse(description=description, content=content)
 
     found = {"200": response(200, answer, "The answer.")}
     if media_type != _JSON:
         text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
-        found["200"].content = {media_type: text}
+        whole = found["200"].content if answer is not None else None
+        found["200"].content = {**(whole or {}), media_type: text}
     for status, kind in errors.items():
         found[str(status)] = response(
             status, kind, _ERRORS.get(status, "Refused; the error says why.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnec
 from ostinato.api.observability.request_log import log_request
 from ostinato.api.preparation.generation import Generation, check_model
 from ostinato.api.preparation.preparation import Arrival
-from ostinato.api.preparation.preparer import Prepare
+from ostinato.api.preparation.preparer import Body, Prepare
 from ostinato.api.service.service import Service
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ReplicaStatus
@@ -34,6 +35,7 @@ __all__ = (
     "body_bytes",
     "choose_model",
     "event_stream",
+    "form_body",
     "json_body",
     "json_bytes",
     "json_response",
@@ -79,7 +81,8 @@ async def prepare(
     function: Prepare[T],
     context: RequestContext | None = None,
     *,
-    arrival: Callable[[bytes], Arrival] | None = None,
+    arrival: Callable[[Body], Arrival] | None = None,
+    read: Callable[[HttpRequest], Awaitable[Body]] | None = None,
 ) -> T:
     """Check that the server admits a request, and return `function`'s result for its body.
 
@@ -92,14 +95,15 @@ async def prepare(
         context: the context of the request, which has its id; None = the preparation needs no id,
             or gets one from `arrival`.
         arrival: called with the body; returns the other inputs of the preparation.
+        read: reads the body; None = `json_body`.
 
     Raises:
-        InvalidRequestError: the body is not declared as JSON, or `function` raises it.
+        InvalidRequestError: `read` or `function` raises it.
         UnavailableError: the server takes no requests now, or no process could prepare this one.
         OverloadedError: the queue is full.
         ClientGoneError: the client disconnected before the body was complete, or during the work.
     """
-    data = await json_body(request)
+    data = await (read or json_body)(request)
     service.admission.check()
     known = Arrival() if arrival is None else arrival(data)
     if context is not None and not known.request_id:
@@ -170,10 +174,40 @@ async def json_body(request: HttpRequest) -> bytes:
     return await body_bytes(request)
 
 
+async def form_body(request: HttpRequest) -> bytearray:
+    """Read a body that is declared as a form with a file.
+
+    The body grows while it arrives. Joining all parts at the end would block the event loop.
+
+    Raises:
+        InvalidRequestError: the body is not declared as a form.
+        ClientGoneError: the client disconnected before the body was complete.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise InvalidRequestError(
+            f"Content-Type is {content_type[:100]!r}; it must be multipart/form-data"
+            " (curl: -F file=@speech.wav)",
+            code="unsupported_media_type",
+            status=415,
+        )
+    data = bytearray()
+    with _logging_disconnect(request):
+        async for part in request.stream():
+            data += part
+    return data
+
+
 async def body_bytes(request: HttpRequest) -> bytes:
     """Read the body; raises ClientGoneError if the client disconnects before it is complete."""
-    try:
+    with _logging_disconnect(request):
         return await request.body()
+
+
+@contextmanager
+def _logging_disconnect(request: HttpRequest) -> Iterator[None]:
+    try:
+        yield
     except InternalServerException as error:  # raised by Litestar for a body that breaks off
         _log_disconnect(request, "body")
         raise ClientGoneError from error

@@ -13,7 +13,7 @@ from litestar.types import Receive
 
 from ostinato.api.base.errors import ClientGoneError, error_body, status_of, typed_error_body
 
-__all__ = ("NAMED_EVENTS", "OPENAI_EVENTS", "EventForm", "sse", "until_disconnect")
+__all__ = ("DATA_EVENTS", "NAMED_EVENTS", "OPENAI_EVENTS", "EventForm", "sse", "until_disconnect")
 
 T = TypeVar("T")
 _LOG = logging.getLogger("ostinato.api")
@@ -42,6 +42,8 @@ def _named(value: msgspec.Struct) -> bytes:
 OPENAI_EVENTS = EventForm(
     of_chunk=_data, of_error=lambda error: _data(error_body(error)), end=b"data: [DONE]\n\n"
 )
+# OpenAI's stream of a transcript ends with the event `transcript.text.done`.
+DATA_EVENTS = EventForm(of_chunk=_data, of_error=lambda error: _data(error_body(error)))
 # The name of an event is the tag of its struct, which is its `type`. The type of the last event
 # says that the stream has ended.
 NAMED_EVENTS = EventForm(

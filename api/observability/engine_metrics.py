@@ -201,9 +201,9 @@ def _gauges(engine: EngineFigures) -> Iterator[Metric]:
             "Sequences that wait for their grammar.",
             stats.num_waiting_for_grammar,
         ),
-        "requests_waiting_for_images": (
-            "Sequences that wait for the embeddings of their images.",
-            stats.num_waiting_for_images,
+        "requests_waiting_for_encodings": (
+            "Sequences whose images or audio are not encoded.",
+            stats.num_waiting_for_encodings,
         ),
         "kv_cache_usage_ratio": (
             "Share of KV blocks in use, 0 to 1.",
@@ -263,11 +263,14 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
             "Time spent on building grammars, beside the steps.",
             "grammar_build_seconds",
         ),
-        "images_encoded": ("Images whose embeddings were computed.", "num_images_encoded"),
-        "image_hits": ("Images of requests whose embeddings existed.", "num_image_hits"),
-        "image_encode_seconds": (
-            "Time for computing embeddings of images, between steps.",
-            "image_encode_seconds",
+        "inputs_encoded": ("Images and windows of audio that were encoded.", "num_inputs_encoded"),
+        "encoding_hits": (
+            "Images and audio of requests that were encoded before.",
+            "num_encoding_hits",
+        ),
+        "encode_seconds": (
+            "Time for encoding images and audio, between steps.",
+            "encode_seconds",
         ),
     }
     for name, (text, field) in counters.items():

@@ -129,9 +129,9 @@ class VllmCollector(Collector):
             yield family
 
     def _waiting(self, labels: dict[str, str]) -> Metric:
-        """Waiting sequences by reason. vLLM's `deferred` ones wait for a grammar or for images."""
+        """Waiting sequences by reason; `deferred` = they wait for a grammar, images or audio."""
         stats = self._stats()
-        num_deferred = stats.num_waiting_for_grammar + stats.num_waiting_for_images
+        num_deferred = stats.num_waiting_for_grammar + stats.num_waiting_for_encodings
         family = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Sequences that wait.",

@@ -10,6 +10,7 @@ import msgspec
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.preparation.preparation import Arrival, PreparationSettings
+from ostinato.runtime.types.audio import PromptAudio, audio_digest
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage, image_digest
 
@@ -22,6 +23,7 @@ __all__ = (
     "encode_result",
     "read_job",
     "split_result",
+    "with_features",
     "with_pixels",
 )
 
@@ -60,6 +62,7 @@ class ForkAnswer(NamedTuple):
 
     result = b"+"  # JSON; if the function returns bytes, these bytes
     images = b"i"  # the length of the JSON, the JSON without pixels, and the pixels of all images
+    audio = b"a"  # the same with the features of all windows of audio instead of pixels
     refusal = b"-"  # a `Refusal`
     own_fork = b"1"  # the request needs a fork of its own
     fetch = b"f"  # a JSON object: URL of an image to fetch -> its name
@@ -81,7 +84,24 @@ class _HasChat(Protocol):
     def ready(self) -> _Chat: ...
 
 
-def encode_job(function: str, arrival: Arrival, data: bytes, *, is_shared: bool) -> list[bytes]:
+class _Window(Protocol):
+    """The part of a window that has its spectrogram."""
+
+    @property
+    def audio(self) -> PromptAudio: ...
+
+
+@runtime_checkable
+class _HasWindows(Protocol):
+    """A prepared request with audio."""
+
+    @property
+    def windows(self) -> list[_Window]: ...
+
+
+def encode_job(
+    function: str, arrival: Arrival, data: bytes | bytearray, *, is_shared: bool
+) -> list[bytes | bytearray]:
     """The parts of a job's bytes, for `read_job`."""
     fetched = arrival.fetched
     job = ForkJob(
@@ -108,10 +128,17 @@ def read_job(job: bytes) -> tuple[ForkJob, bytes]:
 def encode_result(result: Any) -> bytes:
     """The answer of a fork for the result of its function, for `split_result`.
 
-    JSON needs a third more bytes for pixels, and decoding them would block the event loop.
+    JSON needs a third more bytes for pixels, and decoding them would block the event loop. The same
+    is true of the features of audio.
     """
     if isinstance(result, bytes):
         return ForkAnswer.result + result
+    if isinstance(result, _HasWindows):
+        windows = result.windows
+        audio = [msgspec.structs.replace(one.audio, features=b"") for one in windows]
+        encoded = msgspec.json.encode(_with_audio(result, audio))
+        features = [one.audio.features for one in windows]
+        return b"".join([ForkAnswer.audio, _LENGTH.pack(len(encoded)), encoded, *features])
     images = _images(result)
     if not images:
         return ForkAnswer.result + msgspec.json.encode(result)
@@ -122,7 +149,7 @@ def encode_result(result: Any) -> bytes:
 
 
 def split_result(view: memoryview) -> tuple[memoryview, memoryview]:
-    """The JSON and the pixels of an answer that begins with `ForkAnswer.images`.
+    """The JSON and the rest of an answer that begins with `ForkAnswer.images` or `.audio`.
 
     Args:
         view: the answer without this first byte.
@@ -157,6 +184,40 @@ async def with_pixels(result: T, pixels: memoryview) -> T:
     if begin != len(pixels):
         raise RuntimeError("the process that prepared images sent pixels of another size")
     return cast("T", _with_images(result, images))
+
+
+async def with_features(result: T, features: memoryview) -> T:
+    """A copy of a result with the features of its windows of audio. Other tasks run meanwhile.
+
+    The digests are computed again; see `with_pixels`.
+
+    Args:
+        result: as `encode_result` has encoded it.
+        features: the features of all windows, one after the other.
+
+    Raises:
+        RuntimeError: the answer of the fork contradicts itself.
+    """
+    complete: list[PromptAudio] = []
+    begin = 0
+    for window in cast("_HasWindows", result).windows:
+        audio = window.audio
+        end = begin + audio.num_bins * audio.num_frames * 4
+        own = bytes(features[begin:end])
+        digest = await asyncio.to_thread(audio_digest, audio.num_bins, audio.num_frames, own)
+        if digest != audio.digest:
+            raise RuntimeError("the process that prepared audio sent a wrong digest")
+        complete.append(msgspec.structs.replace(audio, features=own))
+        begin = end
+    if begin != len(features):
+        raise RuntimeError("the process that prepared audio sent features of another size")
+    return cast("T", _with_audio(result, complete))
+
+
+def _with_audio(result: Any, audio: list[PromptAudio]) -> Any:
+    replace = msgspec.structs.replace
+    pairs = zip(result.windows, audio, strict=True)
+    return replace(result, windows=[replace(window, audio=own) for window, own in pairs])
 
 
 def _images(result: Any) -> list[PromptImage]:

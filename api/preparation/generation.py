@@ -11,6 +11,7 @@ from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.response_format import constraint_field, constraint_of
 from ostinato.runtime.client.requests import resolve_sampling, truncate
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams, ThinkingLimit
@@ -67,6 +68,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_token_ids: list[list[int]] = []  # the token ids of `sampling.bad_words`
     prediction_token_ids: list[int] = []  # the client's guess of the answer
     images: list[PromptImage] = []  # in the order of the prompt
+    audio: PromptAudio | None = None  # what an encoder-decoder model transcribes
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: float | None = None  # milliseconds after the request's arrival

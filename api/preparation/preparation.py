@@ -20,6 +20,7 @@ from ostinato.api.preparation.generation import check_model
 from ostinato.api.preparation.prompt_encoder import PromptEncoder, TextSource
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 from ostinato.runtime.client.pooling import require_task
@@ -43,10 +44,14 @@ _BODY_S = 10.0
 _PROMPT_S = 30.0
 _TEMPLATE_S = 2.0  # for a template that the client sends
 _IMAGE_S = 20.0  # for decoding and resizing one image
+# For decoding audio and computing its spectrograms: this, and a part for each second of audio. A
+# slow processor takes a tenth of the part.
+_AUDIO_S = 20.0
+_AUDIO_S_PER_SECOND = 0.05
 
 
 class ForkNeededError(Exception):
-    """The request needs a fork of its own: it has images, or a template."""
+    """The request needs a fork of its own: it has images, audio, or a template."""
 
 
 class FetchNeededError(Exception):
@@ -68,6 +73,7 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParserName = ReasoningParserName.auto
     default_max_tokens: int | None = None  # `sampling.max_tokens`
     images: ImagesConfig = msgspec.field(default_factory=ImagesConfig)
+    audio: AudioConfig = msgspec.field(default_factory=AudioConfig)
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +84,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     stored_messages: msgspec.Raw | None = None
     adapters: tuple[str, ...] = ()  # names of the adapters that were loaded when it arrived
     fetched: dict[str, bytes] = {}  # URL of an image -> the bytes that were fetched
+    content_type: str = ""  # the header, for a body that is a form; empty = the body is JSON
 
 
 @contextmanager
@@ -153,12 +160,16 @@ class Preparation:
             InvalidRequestError: the body is not JSON of this schema, or names an unknown model. Or
                 it asks for text, and the model does not generate.
         """
-        self._begin_part("the body", _BODY_S)
+        self.begin_body()
         body = decode(data, schema, unsupported)
         check_model(getattr(body, "model", None), self.model, arrival.adapters)
         if isinstance(body, GenerationFields):
             require_task(self.model, ServedTask.generate)
         return body
+
+    def begin_body(self) -> None:
+        """Note that decoding the body begins."""
+        self._begin_part("the body", _BODY_S)
 
     def begin_prompt(self, param: str) -> None:
         """Note that tokenising the texts of a field begins."""
@@ -193,3 +204,8 @@ class Preparation:
     def begin_image(self, name: str) -> None:
         """Note that decoding an image begins."""
         self._begin_part(name, _IMAGE_S)
+
+    def begin_audio(self, name: str) -> None:
+        """Note that decoding audio begins."""
+        most = _AUDIO_S + _AUDIO_S_PER_SECOND * self.settings.audio.max_seconds
+        self._begin_part(name, most)

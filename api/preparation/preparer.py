@@ -15,6 +15,8 @@ A request with images gets a new fork too, because it needs much memory, and bec
 images have had faults that gave their process away. At most 4 of these forks work at a time. If
 images must be fetched, the first fork only says which. Then the event loop fetches them, and a new
 fork prepares the request.
+
+A form has audio and gets a new fork for the same reasons. At most 4 of these forks work at a time.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from ostinato.api.preparation.fork_messages import (
     Refusal,
     encode_job,
     split_result,
+    with_features,
     with_pixels,
 )
 from ostinato.api.preparation.preparation import (
@@ -47,6 +50,7 @@ from ostinato.api.preparation.preparation import (
 from ostinato.api.preparation.prompt_encoder import TextSource
 from ostinato.api.preparation.turns import decoder_in_turns
 from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.runtime.audio.audio_inputs import max_audio_memory
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
 from ostinato.runtime.sandbox import Fault
@@ -54,10 +58,11 @@ from ostinato.runtime.sandbox import Fault
 if TYPE_CHECKING:
     from ostinato.runtime.images.fetch_images import ImageFetcher
 
-__all__ = ("Prepare", "Preparer")
+__all__ = ("Body", "Prepare", "Preparer")
 
 _LOG = logging.getLogger("ostinato.api")
 T = TypeVar("T")
+Body = bytes | bytearray
 Prepare = Callable[[Preparation, bytes, Arrival], T]
 """A function that prepares requests, from the table in `FORK_MODULE`.
 
@@ -78,6 +83,9 @@ _MEMORY_PER_BYTE = 160
 _MEMORY_PER_PIXEL = 16
 # The memory for one pixel of a prepared image: several copies of 3 bytes.
 _MEMORY_PER_PREPARED_PIXEL = 16
+# A fork has so many copies of a form at once, and so many of its features.
+_COPIES_OF_FORM = 6
+_COPIES_OF_FEATURES = 2
 
 
 class Preparer:
@@ -103,6 +111,7 @@ class Preparer:
         self._large_turns = asyncio.Semaphore(2)
         self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
         self._image_turns = asyncio.Semaphore(4)  # both, if the model takes images
+        self._audio_turns = asyncio.Semaphore(4)
         self._fetcher = fetcher
 
     def start(self) -> None:
@@ -116,7 +125,7 @@ class Preparer:
         except JobError as error:
             _LOG.warning("the process that prepares requests %s", error.reason.text)
 
-    def run_inline(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T | None:
+    def run_inline(self, prepare: Prepare[T], data: Body, arrival: Arrival) -> T | None:
         """The result of `prepare` for a small request; None = the request needs a fork.
 
         Raises:
@@ -125,11 +134,11 @@ class Preparer:
         if _size(data, arrival) > _INLINE_BYTES:
             return None
         try:
-            return prepare(self._inline, data, arrival)
+            return prepare(self._inline, bytes(data), arrival)
         except (ForkNeededError, FetchNeededError):
             return None
 
-    async def run_apart(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T:
+    async def run_apart(self, prepare: Prepare[T], data: Body, arrival: Arrival) -> T:
         """The result of `prepare` in a fork. Images are fetched. Cancelling the call ends the work.
 
         Raises:
@@ -146,12 +155,16 @@ class Preparer:
         arrival = msgspec.structs.replace(arrival, fetched=fetched)
         return await self._in_forks(prepare, data, arrival)
 
-    async def _in_forks(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T:
+    async def _in_forks(self, prepare: Prepare[T], data: Body, arrival: Arrival) -> T:
         """The result of `prepare`, from a shared fork or a fork of its own.
 
         Raises:
             FetchNeededError: images must be fetched first.
         """
+        if arrival.content_type:
+            async with self._audio_turns:
+                limits = JobLimits(self._audio_memory(data), niceness=_NICENESS)
+                return await self._fork(prepare, data, arrival, limits)
         size, takes_images = _size(data, arrival), self._source.model.images is not None
         turns = self._large_turns
         # A request with images does not visit a shared fork first, which would refuse it.
@@ -182,6 +195,12 @@ class Preparer:
             + 3 * fetched
         )
 
+    def _audio_memory(self, data: Body) -> int:
+        """Bytes of memory for a form with audio."""
+        spec = self._source.model.audio
+        decoded = 0 if spec is None else max_audio_memory(spec, self._settings.audio)
+        return _LEAST_MEMORY + _COPIES_OF_FORM * len(data) + _COPIES_OF_FEATURES * decoded
+
     async def _images(self) -> ImageFetcher:
         if self._fetcher is None:
             # The HTTP client takes a tenth of a second to import, so it is imported on a thread.
@@ -194,7 +213,7 @@ class Preparer:
             self._server.close()
 
     async def _fork(
-        self, prepare: Prepare[T], data: bytes, arrival: Arrival, limits: JobLimits
+        self, prepare: Prepare[T], data: Body, arrival: Arrival, limits: JobLimits
     ) -> T:
         server = self._forks()
         job = encode_job(prepare.__name__, arrival, data, is_shared=limits.is_shared)
@@ -220,7 +239,7 @@ class Preparer:
         return self._server
 
 
-def _size(data: bytes, arrival: Arrival) -> int:
+def _size(data: Body, arrival: Arrival) -> int:
     stored = arrival.stored_messages
     return len(data) + (0 if stored is None else memoryview(stored).nbytes)
 
@@ -263,6 +282,9 @@ async def _read_answer(prepare: Prepare[T], answer: bytes | bytearray) -> T:
     if kind == ForkAnswer.images:
         encoded, pixels = split_result(view)
         return await with_pixels(await _decoder(prepare)(encoded), pixels)
+    if kind == ForkAnswer.audio:
+        encoded, features = split_result(view)
+        return await with_features(await _decoder(prepare)(encoded), features)
     if kind == ForkAnswer.refusal:
         refusal = msgspec.json.decode(view, type=Refusal)
         raise InvalidRequestError(

@@ -31,6 +31,7 @@ from ostinato.api.http.handlers import (
 )
 from ostinato.api.http.sse import NAMED_EVENTS
 from ostinato.api.preparation.preparation import Arrival, renamed
+from ostinato.api.preparation.preparer import Body
 from ostinato.api.responses.convert import FIELD_NAMES
 from ostinato.api.responses.input_items import conversation_items, item_page
 from ostinato.api.responses.preparation import prepare_input_tokens, prepare_response
@@ -216,10 +217,10 @@ async def _in_background(
     return event_stream(record.follow()) if streams else json_response(reply.present())
 
 
-def _arrival(service: Service, response_id: str) -> Callable[[bytes], Arrival]:
+def _arrival(service: Service, response_id: str) -> Callable[[Body], Arrival]:
     """Make a function from a body to its `Arrival`: the reply's id, and the stored conversation."""
 
-    def arrival(data: bytes) -> Arrival:
+    def arrival(data: Body) -> Arrival:
         stored = None
         if b"previous_response_id" in data:
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Litestar
+from litestar import Litestar, Router
 from litestar.config.cors import CORSConfig
 from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
@@ -14,6 +14,7 @@ from litestar.types import Message, Scope
 
 from ostinato import __version__
 from ostinato.api.anthropic import routes as anthropic
+from ostinato.api.audio import routes as audio
 from ostinato.api.base.errors import exception_handlers, status_of
 from ostinato.api.base.request_context import (
     REQUEST_ID_HEADER,
@@ -31,6 +32,8 @@ from ostinato.api.server.schema_page import SchemaPage
 from ostinato.api.service.service import Service
 
 __all__ = ("create_app",)
+
+_FORM_BYTES = 1 << 20  # the most bytes of a form without its file
 
 
 class _App(Litestar):
@@ -82,10 +85,11 @@ def create_app(service: Service) -> Litestar:
             *anthropic.HANDLERS,
             *responses.HANDLERS,
             *pooling.HANDLERS,
+            _audio_router(service),
             *(page.HANDLERS if service.server.page else ()),
         ],
         dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
-        exception_handlers=exception_handlers(service.server.max_body_mib),
+        exception_handlers=exception_handlers(f"server.max_body_mib={server.max_body_mib:g} MiB"),
         after_exception=[count_refusal],
         before_send=[begin_reply],
         request_max_body_size=int(service.server.max_body_mib * (1 << 20)),
@@ -97,4 +101,16 @@ def create_app(service: Service) -> Litestar:
             render_plugins=[SchemaPage(), JsonRenderPlugin(), YamlRenderPlugin()],
         ),
         logging_config=None,
+    )
+
+
+def _audio_router(service: Service) -> Router:
+    """The endpoints for audio. Their bodies have a limit of their own."""
+    max_mib = service.audio.max_mib
+    limit = f"audio.max_mib={max_mib:g} MiB and {_FORM_BYTES >> 20} MiB for the other fields"
+    return Router(
+        "/",
+        route_handlers=audio.HANDLERS,
+        request_max_body_size=int(max_mib * (1 << 20)) + _FORM_BYTES,
+        exception_handlers=exception_handlers(limit),
     )

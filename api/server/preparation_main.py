@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ostinato.api.anthropic import preparation as anthropic
+from ostinato.api.audio import preparation as audio
 from ostinato.api.openai import preparation as openai
 from ostinato.api.pooling import preparation as pooling
 from ostinato.api.preparation.fork_messages import (
@@ -25,6 +26,7 @@ from ostinato.api.preparation.fork_messages import (
 from ostinato.api.preparation.preparation import FetchNeededError, ForkNeededError, Preparation
 from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.responses import preparation as responses
+from ostinato.runtime.audio.audio_inputs import preload_audio
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import BeginPart, Job, serve_forks
 from ostinato.runtime.images.image_inputs import preload_images
@@ -36,7 +38,7 @@ __all__ = ("FUNCTIONS", "main")
 
 FUNCTIONS: dict[str, Prepare[Any]] = {
     one.__name__: one
-    for module in (openai, anthropic, responses, pooling)
+    for module in (openai, anthropic, responses, pooling, audio)
     for one in module.FUNCTIONS
 }
 
@@ -63,6 +65,8 @@ def begin(first: bytes) -> Job:
     source = _Source(start)
     if start.model.images is not None:
         preload_images()
+    if start.model.audio is not None:
+        preload_audio()
 
     def prepare(job: bytes, begin_part: BeginPart) -> bytes:
         ordered, data = read_job(job)

@@ -18,6 +18,7 @@ from ostinato.api.service.service import Service
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import DeviceName
+from ostinato.runtime.audio.pyav import require_av
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
 
@@ -116,9 +117,16 @@ class LiveApp:
             raise
         config = self._config
         self._service = Service(
-            self._client, config.server, config.sampling, config.lora, config.images
+            self._client,
+            config.server,
+            config.sampling,
+            config.lora,
+            config.images,
+            config.audio,
         )
         self._app = create_app(self._service)
+        if self._client.model.audio is not None:
+            require_av()
         self._service.preparer.start()
         self._service.admission.phase = None
 

@@ -20,7 +20,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +30,7 @@ from ostinato.api.observability.trace_recorder import TraceRecorder
 from ostinato.api.server.heap_memory import return_free_memory, return_large_blocks
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ServerConfig
+from ostinato.runtime.audio.pyav import require_av
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.early.early_engine import EarlyEngine
@@ -216,6 +217,8 @@ class _Server:
         gc.enable()
         await self._client.wait_until_ready(self._on_phase)
         gc.freeze()
+        if self._client.model.audio is not None:
+            require_av()
         self._service.admission.phase = None
         seconds = time.monotonic() - self._began
         self._client.startup_seconds["ready"] = seconds
@@ -243,7 +246,10 @@ class _Server:
 
     def _hints(self, seconds: float) -> str:
         model, tokenizer = self._client.model, self._client.tokenizer
-        if ServedTask.generate not in model.tasks:
+        body: Mapping[str, object] | None = None
+        if ServedTask.transcribe in model.tasks:
+            path = "/v1/audio/transcriptions"
+        elif ServedTask.generate not in model.tasks:
             path, body = "/v1/embeddings", {"input": "What is a block table?"}
             if ServedTask.classify in model.tasks:
                 path = "/v1/rerank"
@@ -254,11 +260,13 @@ class _Server:
         else:
             path = "/v1/completions"
             body = {"prompt": "Once upon a time" if tokenizer else [1], "max_tokens": 40}
+        data = "-F file=@speech.wav"
+        if body is not None:
+            data = f"-H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
         page = f"  page       {self._url}/\n" if self._config.server.page else ""
         return (
             f"ready after {seconds:.1f} s: {model.name}, context {model.max_model_len} tokens\n"
-            f"\n  curl {self._url}{path} -H 'Content-Type: application/json' \\\n"
-            f"    -d '{json.dumps(body)}'\n\n"
+            f"\n  curl {self._url}{path} {data}\n\n"
             f"{page}  endpoints  {self._url}/schema\n  metrics    {self._url}/metrics\n"
             f"{self._engine_hints()}  stop with Ctrl-C\n"
         )
@@ -309,7 +317,9 @@ def _http_server(
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    service = Service(client, config.server, config.sampling, config.lora, config.images)
+    service = Service(
+        client, config.server, config.sampling, config.lora, config.images, config.audio
+    )
     service.runner.trace = trace
     protocol = functools.partial(
         HttpProtocol,

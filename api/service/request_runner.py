@@ -24,7 +24,7 @@ from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.response_format import refusing_by_field
 from ostinato.api.service.admission import Admission
 from ostinato.api.service.request_stats import RequestStats, StatsSinks
-from ostinato.runtime.client.requests import PreparedParts, RequestShare
+from ostinato.runtime.client.requests import ALONE, PreparedParts, RequestShare
 from ostinato.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -148,7 +148,12 @@ class RequestRunner:
             )
 
     async def generate(
-        self, reply_id: str, generations: Sequence[Generation], context: RequestContext
+        self,
+        reply_id: str,
+        generations: Sequence[Generation],
+        context: RequestContext,
+        *,
+        at_once: int | None = None,
     ) -> AsyncGenerator[IndexedOutput, None]:
         """Outputs of all completions of all prompts. Closing the iterator aborts the rest.
 
@@ -156,6 +161,7 @@ class RequestRunner:
             reply_id: the id that the client sees.
             generations: one per prompt.
             context: the context of the HTTP request.
+            at_once: most prompts in the engines at once; None = as many as the engines can run.
 
         Raises:
             InvalidRequestError: the grammar of a completion cannot be continued.
@@ -187,6 +193,8 @@ class RequestRunner:
                             yield 0, output
                 else:
                     window = _window(self._client, generations[0].sampling.num_candidates)
+                    if at_once is not None:
+                        window = asyncio.Semaphore(at_once)
                     merged = _merged(self._client, arguments, len(generations), window)
                     async with aclosing(merged):
                         async for prompt_index, output in merged:
@@ -198,10 +206,30 @@ class RequestRunner:
                 digest = "" if context.adapter is None else context.adapter.digest
                 for prompt_index, num_tokens in stats.num_tokens():
                     one = generations[prompt_index]
-                    # Only equal adapters and equal images share prefixes.
+                    # Only equal adapters, images and audio share prefixes.
                     images = "".join(image.digest.hex() for image in one.images)
-                    salt = one.cache_salt + digest + images
+                    audio = "" if one.audio is None else one.audio.digest.hex()
+                    salt = one.cache_salt + digest + images + audio
                     self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, salt)
+
+    async def probe(
+        self, reply_id: str, generation: Generation, context: RequestContext
+    ) -> RequestOutput:
+        """The output of a prompt of one output token, on which the prompts of a request depend.
+
+        Such a prompt has no metrics, and no log line unless it fails. Cancelling the call aborts
+        it. For the arguments and the errors see `generate`.
+        """
+        self.num_open += 1
+        try:
+            return await self._output(generation, context)
+        except BaseException:
+            prompts, sampling = [generation.prompt_token_ids], [generation.sampling]
+            stats = RequestStats(self._sinks, reply_id, prompts, context, sampling)
+            with self._measured(stats):
+                raise
+        finally:
+            self.num_open -= 1
 
     async def pool(
         self,
@@ -242,6 +270,18 @@ class RequestRunner:
             return await _all_in_time(
                 [one(index, token_ids) for index, token_ids in enumerate(batch)], context
             )
+
+    async def _output(self, generation: Generation, context: RequestContext) -> RequestOutput:
+        """The output of a prompt that has its token, or the last output if none has one."""
+        found: RequestOutput | None = None
+        outputs = self._client.generate(**_arguments(generation, context, ALONE))
+        async with aclosing(cast("Outputs", outputs)) as outputs:
+            async for output in outputs:
+                _raise_for_failure(output, context)
+                if found is None or not found.new_token_ids:
+                    found = output
+        assert found is not None, "every request ends with an output"
+        return found
 
     @contextmanager
     def _measured(self, stats: RequestStats) -> Iterator[None]:
@@ -324,13 +364,18 @@ async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asy
             await asyncio.sleep(0)
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel and await many tasks, a few at a time. Other tasks of the loop run in between."""
-    for begin in range(0, len(tasks), _AT_ONCE):
-        some = tasks[begin : begin + _AT_ONCE]
-        for task in some:
-            task.cancel()
-        await asyncio.gather(*some, return_exceptions=True)
+async def _cancel(*groups: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel and await many tasks, a few at a time. Other tasks of the loop run in between.
+
+    Args:
+        groups: the tasks. Those of an earlier group can add tasks to a later group.
+    """
+    for tasks in groups:
+        for begin in range(0, len(tasks), _AT_ONCE):
+            some = tasks[begin : begin + _AT_ONCE]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
 
 
 def _arguments(one: Generation, context: RequestContext, share: RequestShare) -> dict[str, Any]:
@@ -346,7 +391,11 @@ def _arguments(one: Generation, context: RequestContext, share: RequestShare) ->
         "trace": context.timeline is not None,
         "adapter": context.adapter,
         "prepared": PreparedParts(
-            context.grammar, one.bad_words_token_ids, one.prediction_token_ids, one.images
+            context.grammar,
+            one.bad_words_token_ids,
+            one.prediction_token_ids,
+            one.images,
+            one.audio,
         ),
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }
@@ -396,5 +445,5 @@ async def _merged(
             else:
                 yield item
     finally:
-        await _cancel([starter])
-        await _cancel(tasks)
+        # The web framework cancels a stream again at each `await`, until the stream has ended.
+        await asyncio.shield(_cancel([starter], tasks))

@@ -16,6 +16,7 @@ from ostinato.api.service.background import BackgroundReplies
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
+from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
@@ -68,6 +69,7 @@ class Service:
         sampling: defaults for parameters that a request leaves out.
         lora: how many adapters can be loaded, and from where; None = there are no adapters.
         images: the limits of images, and from where they are fetched; None = the defaults.
+        audio: the limits of audio; None = the defaults.
 
     Attributes:
         admission: accepts or refuses requests, and has the phase of the server's start or end.
@@ -86,11 +88,13 @@ class Service:
         sampling: SamplingSection,
         lora: LoraConfig | None = None,
         images: ImagesConfig | None = None,
+        audio: AudioConfig | None = None,
     ) -> None:
         self.client = client
         self.server = server
         self.sampling = sampling
         self.lora = lora or LoraConfig()
+        self.audio = audio or AudioConfig()
         self.admission = Admission(client, server)
         self.encoder = PromptEncoder(client)
         self.preparer = Preparer(
@@ -100,6 +104,7 @@ class Service:
                 reasoning_parser=server.reasoning_parser,
                 default_max_tokens=sampling.max_tokens,
                 images=images or ImagesConfig(),
+                audio=self.audio,
             ),
         )
         use = AdapterUse(lambda: client.adapters, self.lora.num_slots)

@@ -276,6 +276,8 @@ def _obstacle(node: Node) -> str | None:
             return f"attention runs on the backend {node.args[-1]}"
         case torch.ops.ostinato.paged_attention.default if node.args[-1] != "cpu":
             return f"attention runs on the backend {node.args[-1]}"
+        case op if str(op) == "ostinato.cross_attention.default" and node.args[-1] != "cpu":
+            return f"attention runs on the backend {node.args[-1]}"
         case _:
             return None
 

@@ -107,6 +107,10 @@ def load_weights(
                 unexpected.append(stored_name)
             advance(part.num_bytes)
     scales.finish()
+    for name, slot in slots.items():
+        if name not in loaded and name.endswith(layout.zeros):
+            slot.fill(name, torch.zeros(slot.stored_shape))
+            loaded[name] = name
     missing = [with_prefix(name, layout) for name in slots if name not in loaded]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:

@@ -13,6 +13,7 @@ import torch
 
 from ostinato.conf.cache.cache_schema import CacheDType
 from ostinato.conf.schema import DType
+from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.head_spec import HeadSpec, NextTokenSpec
 from ostinato.models.config.hf_source import HFModelSource
@@ -96,12 +97,12 @@ class ModelConfig:
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
     num_labels: int = 0  # outputs of a classification head; 0 = there is none
     has_raw_scores: bool = False  # the scores of a classification head are its logits
-    max_encoder_tokens: int = 0  # tokens that cross attention can read; 0 = no cross attention
     recorded: HFModelSource | None = None  # set if the model runs through transformers
     # Set for a head that drafts for another model: EAGLE-3, or a next-token layer.
     head: HeadSpec | NextTokenSpec | None = None
     has_recorded_experts: bool = False  # the model is recorded and has experts
     vision: VisionConfig | None = None  # the tower of a model that takes images
+    audio: AudioEncoderConfig | None = None  # the encoder that cross attention reads
     # For each pair of rotated elements, the axis of its position: 0 = time, 1 = row, 2 = column
     # (M-RoPE, arXiv:2409.12191). Empty = a token has one position.
     rope_axes: tuple[int, ...] = ()
@@ -146,7 +147,6 @@ class ModelConfig:
         for what, is_so in (
             ("models through transformers", self.recorded is not None),
             ("encoders", not self.kind.generates),
-            ("models with cross attention", bool(self.max_encoder_tokens)),
         ):
             if is_so:
                 return f"{what} are not divided among ranks; set parallel.tensor to 1"
@@ -169,7 +169,6 @@ class ModelConfig:
         for what, is_so in (
             ("models through transformers", self.recorded is not None),
             ("encoders", not self.kind.generates),
-            ("models with cross attention", bool(self.max_encoder_tokens)),
         ):
             if is_so:
                 return f"{what} are not divided into stages; set parallel.pipeline to 1"
@@ -227,6 +226,7 @@ class ModelConfig:
             soft_cap=self.attention_soft_cap,
             has_alibi=bool(self.alibi_slopes),
             has_sinks=self.block.has_sinks,
+            has_cross=self.audio is not None,
             cache_dtype=cache_dtype or dtype,
         )
 

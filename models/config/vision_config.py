@@ -61,6 +61,11 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the MLPs are gated, and the norms are RMS norms."""
+        return self.kind is TowerKind.qwen2_5
+
+    @property
     def num_used_layers(self) -> int:
         """Layers that are computed."""
         return max(self.feature_layers) if self.feature_layers else self.num_layers

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.conf.schema import ExpertKernels
+from ostinato.models.kv_cache import CrossSpace
 from ostinato.models.layers.adapter_slots import AdapterSlots, AdapterSpace
 from ostinato.models.sharding import WHOLE, Shard, Span
 from ostinato.models.weight_methods.huge_pages import WeightMemory
@@ -56,6 +57,7 @@ class BuildOptions:
     experts: ExpertKernels = ExpertKernels.auto
     adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
     num_image_rows: int = 0  # embeddings of images that can be kept at once
+    cross: CrossSpace | None = None  # the room for keys and values of encoder states
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # only used on a CPU
 
     def empty(self, *shape: int) -> nn.Parameter:

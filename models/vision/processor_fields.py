@@ -1,4 +1,6 @@
-"""Typed access to the fields of an image processor's file; every error names the file and the key.
+"""Typed access to the fields of a processor's file; every error names the file and the key.
+
+Image processors and feature extractors of audio have files of the same form.
 
 This module imports no torch.
 """
@@ -16,16 +18,16 @@ __all__ = ("ProcessorFields", "read_processor_fields")
 
 _FILE = "preprocessor_config.json"
 _COMBINED_FILE = "processor_config.json"
-_COMBINED_KEY = "image_processor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorFields:
-    """The fields of an image processor; a missing key has the default of the processor's class."""
+    """The fields of a processor; a missing key has the default of the processor's class."""
 
     source: str  # where the fields stand, for errors
     stated: Mapping[str, Any]  # the fields of the file; null takes the place of the default too
     defaults: Mapping[str, Any]
+    medium: str = "images"  # what the processor prepares, for errors
 
     def get(self, key: str) -> Any:
         """The value of a key: the stated one, which can be None, else the default, else None."""
@@ -45,7 +47,7 @@ class ProcessorFields:
         """
         for key, value in self.stated.items():
             if value is not None and key not in known:
-                raise self.refusal(key, "remove the key if it has no effect on images")
+                raise self.refusal(key, f"remove the key if it has no effect on {self.medium}")
 
     def flag(self, key: str) -> bool:
         """A boolean; null is false, and so is a missing key without a default.
@@ -111,11 +113,23 @@ class ProcessorFields:
         return value
 
 
-def read_processor_fields(checkpoint_directory: Path) -> tuple[str, dict[str, Any]]:
-    """The fields of a checkpoint's image processor.
+def read_processor_fields(
+    checkpoint_directory: Path,
+    combined_key: str = "image_processor",
+    *,
+    medium: str = "images",
+    auto_class: str = "AutoImageProcessor",
+) -> tuple[str, dict[str, Any]]:
+    """The fields of a checkpoint's processor.
 
-    They stand in preprocessor_config.json. Newer checkpoints have them under `image_processor` of
+    They stand in preprocessor_config.json. Newer checkpoints have them under a key of
     processor_config.json, which has priority in transformers too.
+
+    Args:
+        checkpoint_directory: has at least one of the files.
+        combined_key: the key in processor_config.json.
+        medium: what the processor prepares, for errors.
+        auto_class: the class of transformers that writes the file, for errors.
 
     Returns:
         Where the fields stand, for errors, and the fields.
@@ -123,17 +137,17 @@ def read_processor_fields(checkpoint_directory: Path) -> tuple[str, dict[str, An
     Raises:
         ValueError: there are none, or a file is not a JSON object.
     """
-    source, fields = f"{_COMBINED_FILE}: {_COMBINED_KEY}", None
+    source, fields = f"{_COMBINED_FILE}: {combined_key}", None
     combined = _read_object(checkpoint_directory / _COMBINED_FILE)
     if combined is not None:
-        fields = combined.get(_COMBINED_KEY)
+        fields = combined.get(combined_key)
     if fields is None:
         source, fields = _FILE, _read_object(checkpoint_directory / _FILE)
     if fields is None:
         raise ValueError(
-            f"{checkpoint_directory} has no {_FILE}, which says how the model takes images; copy "
+            f"{checkpoint_directory} has no {_FILE}, which says how the model takes {medium}; copy "
             "this file from the model's original repository, or write it with "
-            "AutoImageProcessor.from_pretrained(...).save_pretrained(...) of transformers"
+            f"{auto_class}.from_pretrained(...).save_pretrained(...) of transformers"
         )
     if not isinstance(fields, dict):
         raise ValueError(f"{source} must be a JSON object, got {json.dumps(fields)}")  # noqa: TRY004

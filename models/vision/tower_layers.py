@@ -1,13 +1,14 @@
-"""The layers that vision towers share, and how their work is divided into units.
+"""The layers that towers for images and audio share, and how their work is divided into units.
 
 A tower's matrices are whole on every rank, have the dtype of the model, and take no adapters. All
-patches of an image see each other, or those of their window.
+patches of an image see each other, or those of their window. All positions of audio see each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,15 @@ __all__ = (
     "Rows",
     "TowerBlock",
     "TowerLinear",
+    "TowerSizes",
     "run_block",
     "run_windows",
     "tower_options",
     "units",
 )
+
+# A unit of attention has at most this many times `rows_per_unit` pairs of a query and a key.
+_KEYS_PER_ROW = 40_000
 
 Rows = tuple[Tensor, Tensor]
 """Cosines and sines of patches, [patches, head_dim / 2] float32 each."""
@@ -47,6 +52,27 @@ def units(total: int, most: int) -> Iterator[slice]:
     """Divide rows into ranges of at most `most` rows."""
     for start in range(0, total, most):
         yield slice(start, min(start + most, total))
+
+
+class TowerSizes(Protocol):
+    """The hyperparameters of a tower's blocks."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLPs are gated, and the norms are RMS norms."""
+        ...
 
 
 class TowerLinear(Linear):
@@ -99,7 +125,7 @@ class PatchEmbedding(TowerLinear):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+    def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.qkv = _TowerMergedLinear(size, (size, size, size), options, bias=True)
@@ -107,7 +133,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+    def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
         self.activation = config.activation
         self.fc1 = TowerLinear(config.hidden_size, config.intermediate_size, options, bias=True)
@@ -118,7 +144,7 @@ class _MLP(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+    def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
         self.activation = config.activation
         sizes = (config.intermediate_size, config.intermediate_size)
@@ -135,15 +161,14 @@ class _GatedMLP(nn.Module):
 class TowerBlock(nn.Module):
     """Attention in both directions and an MLP, each after a norm and added to its input."""
 
-    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+    def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
-        is_gated = config.kind is TowerKind.qwen2_5
-        norm = RMSNorm if is_gated else LayerNorm
+        norm = RMSNorm if config.is_gated else LayerNorm
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.norm1 = norm(config.hidden_size, config.norm_eps, options)
         self.attn = _Attention(config, options)
         self.norm2 = norm(config.hidden_size, config.norm_eps, options)
-        self.mlp = (_GatedMLP if is_gated else _MLP)(config, options)
+        self.mlp = (_GatedMLP if config.is_gated else _MLP)(config, options)
 
     def project(self, hidden: Tensor, rope: Rows | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of some patches: [T, D] -> three times [T, H, d]."""
@@ -156,10 +181,10 @@ class TowerBlock(nn.Module):
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention inside each of W windows: [W, Tq, H, d], [W, Tk, H, d] -> [W * Tq, D]."""
+        """Attention in each of W windows: [W, Tq, H, d], [W, Tk, H, d] -> [W * Tq, H * d]."""
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
-        return out.transpose(1, 2).reshape(-1, self.num_heads * self.head_dim)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """The rest of the block: attended [T, D] and the block's input [T, D] -> [T, D]."""
@@ -172,18 +197,29 @@ def run_block(
 ) -> Generator[None, None, None]:
     """Replace the hidden states [T, D] by the result of a block whose patches see the whole image.
 
-    First the queries, keys and values of all patches are computed, then the rest.
+    First the queries, keys and values of all patches are computed, then attention, then the rest.
+    A unit of attention has some heads, and all patches if there are few: with fewer patches, the
+    kernel would arrange the same keys and values more often.
     """
-    shape = (3, len(hidden), block.num_heads, block.head_dim)
+    num_rows = len(hidden)
+    shape = (3, num_rows, block.num_heads, block.head_dim)
     stacked = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
     for rows in units(len(hidden), rows_per_unit):
         own = None if rope is None else (rope[0][rows], rope[1][rows])
         for place, value in zip(stacked, block.project(hidden[rows], own), strict=True):
             place[rows] = value
         yield
-    q, k, v = stacked.unsqueeze(1)
-    for rows in units(len(hidden), rows_per_unit):
-        hidden[rows] = block.finish(block.attend(q[:, rows], k, v), hidden[rows])
+    q, k, v = stacked
+    attended = torch.empty_like(hidden).view(shape[1:])
+    most_rows = min(num_rows, max(rows_per_unit, rows_per_unit * _KEYS_PER_ROW // num_rows))
+    most_heads = max(1, rows_per_unit * _KEYS_PER_ROW // (num_rows * most_rows))
+    for heads in units(block.num_heads, most_heads):
+        for rows in units(num_rows, most_rows):
+            some = block.attend(q[None, rows, heads], k[None, :, heads], v[None, :, heads])
+            attended[rows, heads] = some.view(-1, heads.stop - heads.start, block.head_dim)
+            yield
+    for rows in units(num_rows, rows_per_unit):
+        hidden[rows] = block.finish(attended[rows].flatten(1), hidden[rows])
         yield
 
 
@@ -233,7 +269,7 @@ class Merger(nn.Module):
         self.num_merged = config.merge_size**2
         size = config.hidden_size * self.num_merged
         self.norm_of_square = norm_of_square
-        norm = RMSNorm if config.kind is TowerKind.qwen2_5 else LayerNorm
+        norm = RMSNorm if config.is_gated else LayerNorm
         self.norm = norm(size if norm_of_square else config.hidden_size, config.norm_eps, options)
         self.fc1 = TowerLinear(size, size, options, bias=True)
         self.fc2 = TowerLinear(size, config.output_size, options, bias=True)

@@ -82,5 +82,20 @@ class CpuBackend:
             self.name,
         )
 
+    def run_cross(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Load the library, then call `cross_attention` again, as `run` does."""
+        load("core")
+        return torch.ops.ostinato.cross_attention.default(
+            q, k_cache, v_cache, seq_lens, block_table, scale, self.name
+        )
+
 
 BACKEND = CpuBackend()

@@ -58,6 +58,8 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
             f"keeps keys and values in the model's type {spec.dtype}, but cache.dtype asks for "
             f"{spec.cache_dtype}; graphs.attention=triton serves that"
         )
+    if spec.has_cross:
+        return "computes no cross attention; graphs.attention=triton does"
     if spec.has_alibi or spec.has_sinks:
         # FlashInfer computes ALiBi slopes from the number of heads, in only one of the ways that
         # models use.

@@ -113,6 +113,33 @@ class ReferenceBackend:
             )
         return out
 
+    def run_cross(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Gather the keys and values of each row and compute in float32."""
+        block_size, head_dim = k_cache.shape[2], q.shape[2]
+        group = q.shape[1] // k_cache.shape[1]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for row, length in enumerate(seq_lens.tolist()):
+            blocks = block_table[row, : -(-length // block_size)].long()
+            keys, values = (
+                _from_cache(_stored(cache)[blocks].view(cache.dtype), head_dim)
+                .transpose(0, 1)
+                .flatten(1, 2)[:, :length]
+                .repeat_interleave(group, 0)
+                for cache in (k_cache, v_cache)
+            )
+            logits = (keys @ q[row].float()[:, :, None]).squeeze(2) * scale
+            weights = logits.softmax(-1)[:, None]
+            out[row] = (weights @ values).squeeze(1).to(q.dtype)
+        return out
+
 
 def _stored(tensor: Tensor) -> Tensor:
     """The tensor, as bytes if it is of a one-byte type."""

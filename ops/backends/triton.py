@@ -34,6 +34,8 @@ from ostinato.ops.fused.early_start import starts_early
 __all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+_ONE_ROW_PER_SEQUENCE = torch.ones(1, dtype=torch.int64)  # see `_Planner`
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
@@ -265,6 +267,30 @@ class TritonBackend:
         )
         more = (scale, sliding_window, soft_cap, alibi_slopes, sinks)
         _attend(out, arrivals, q, k_cache, v_cache, metadata, *more)
+        return out
+
+    def run_cross(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Do what `cross_attention` describes. Each row is a sequence with one query row."""
+        _check(q, q, q)
+        _check_caches(k_cache, v_cache)
+        num_tokens = q.shape[0]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if num_tokens == 0:
+            return out
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=q.device)
+        metadata = AttentionMetadata(
+            starts, seq_lens, block_table, _NO_SLOTS, plan=_ONE_ROW_PER_SEQUENCE
+        )
+        arrivals = _arrivals(q, k_cache).zero_()
+        _attend(out, arrivals, q, k_cache, v_cache, metadata, scale, 0, 0.0, None, None)
         return out
 
 

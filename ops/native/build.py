@@ -83,6 +83,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "core/cpu_graph",
             "attention/attention",
             "attention/encoder_attention",
+            "attention/cross_attention",
         ),
         (
             "linear/linear",

@@ -35,6 +35,7 @@ _WHERE = {
     ServedTask.generate: "/v1/chat/completions and /v1/completions",
     ServedTask.embed: "/v1/embeddings, /v1/score and /v1/rerank",
     ServedTask.classify: "/v1/score and /v1/rerank",
+    ServedTask.transcribe: "/v1/audio/transcriptions and /v1/audio/translations",
 }
 
 
@@ -45,7 +46,12 @@ def require_task(model: ServedModel, task: ServedTask) -> None:
     """
     if task in model.tasks:
         return
-    verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}
+    verbs = {
+        "generate": "generate text",
+        "embed": "give embeddings",
+        "classify": "classify",
+        "transcribe": "transcribe audio",
+    }
     there = "; ".join(_WHERE[one] for one in model.tasks)
     raise InvalidRequestError(
         f"{model.name} does not {verbs[task]}; use {there} with this model",

@@ -76,7 +76,11 @@ class Engine:
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
-        self._pending = PendingRequests(executor, model.image_cache_tokens)
+        self._pending = PendingRequests(
+            executor,
+            model.image_cache_tokens or model.audio_windows,
+            audio=model.audio,
+        )
         self._adapters = AdapterLoads(executor, num_adapter_slots)
         self._copies = copies
         self._can_rest = False  # nothing could run in the last step
@@ -110,12 +114,12 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request, which the caller has validated. `step` returns its outputs.
 
-        A request with a grammar or images is queued when the grammar is built and the embeddings
-        of the images are computed. Steps go on meanwhile.
+        A request with a grammar, images or audio is queued when the grammar is built and the
+        images or the audio are encoded. Steps go on meanwhile.
 
         Raises:
             InvalidRequestError: the scheduler refuses the request (`Scheduler.add`), its adapter is
-                not loaded, or its images do not fit.
+                not loaded, its images do not fit, or audio is missing.
             RankFailedError: an earlier step failed.
         """
         if self._failure is not None:
@@ -327,7 +331,7 @@ class Engine:
         """Raise AssertionError if rows, queues and blocks contradict each other. O(blocks)."""
         try:
             self._scheduler.check_integrity()
-            self._pending.images.check_integrity()
+            self._pending.encodings.check_integrity()
         except AssertionError as error:
             self._failure = RankFailedError(f"the engine is damaged: {error}", "error")
             raise
@@ -370,7 +374,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot for metrics and health."""
         cache, scheduler, counters = self._cache, self._scheduler, self._counters
-        pending, images = self._pending, self._pending.images
+        pending, encodings = self._pending, self._pending.encodings
         executor = self._executor.stats()
         step_seconds = 0.0
         if self.cost_table is not None:
@@ -415,10 +419,10 @@ class Engine:
             num_tier_loads=0 if tiers is None else tiers.costs.num_loads,
             num_refused_tier_loads=0 if tiers is None else tiers.costs.num_refused,
             tier_load_seconds=0.0 if tiers is None else tiers.costs.load_seconds,
-            num_waiting_for_images=pending.num_waiting_for_images,
-            num_images_encoded=images.num_encoded,
-            num_image_hits=images.num_hits,
-            image_encode_seconds=images.encode_seconds,
+            num_waiting_for_encodings=pending.num_waiting_for_encodings,
+            num_inputs_encoded=encodings.num_encoded,
+            num_encoding_hits=encodings.num_hits,
+            encode_seconds=encodings.encode_seconds,
         )
 
     def inspect(self) -> EngineState:

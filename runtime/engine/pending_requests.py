@@ -1,4 +1,4 @@
-"""Holds requests until what they need besides the model exists: a grammar, embeddings of images.
+"""Holds requests until what they need besides the model exists: a grammar, encoded images or audio.
 
 Then the scheduler gets them. Steps of other requests go on meanwhile.
 """
@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.runtime.engine.encoding_queue import EncodingQueue
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
-from ostinato.runtime.engine.image_queue import ImageQueue
 from ostinato.runtime.execution.executor import Executor
 from ostinato.runtime.scheduling.sequences.sequence import duplicate_id
 from ostinato.runtime.types.outputs import SequenceOutput
@@ -29,22 +30,25 @@ class ReadyRequests(msgspec.Struct, frozen=True):
     complete: list[Request]  # the scheduler can have them
     built: list[Request]  # their grammars were built
     failed: list[SequenceOutput]  # the errors of requests whose grammar could not be built
-    encoding: str | None = None  # the request for which embeddings were computed
+    encoding: str | None = None  # the request for which encodings were computed
 
 
 class PendingRequests:
     """Requests that the scheduler does not have yet.
 
     Args:
-        executor: builds grammars and computes embeddings.
-        num_image_rows: rows of the image tables; 0 = the model takes no images.
+        executor: builds grammars, and encodes images and audio.
+        num_rows: rows for encodings; 0 = the model takes text only.
+        audio: how the model takes audio; None = it takes none.
     """
 
-    def __init__(self, executor: Executor, num_image_rows: int = 0) -> None:
-        self.images = ImageQueue(executor, num_image_rows)
+    def __init__(
+        self, executor: Executor, num_rows: int = 0, *, audio: AudioSpec | None = None
+    ) -> None:
+        self.encodings = EncodingQueue(executor, num_rows, audio=audio)
         self._grammars = GrammarQueue(executor)
-        self._requests: dict[str, Request] = {}  # without pixels
-        self._announced: str | None = None  # the request whose embeddings were computed last
+        self._requests: dict[str, Request] = {}  # without pixels and features
+        self._announced: str | None = None  # the request whose encodings were computed last
 
     @property
     def num_waiting(self) -> int:
@@ -57,9 +61,9 @@ class PendingRequests:
         return self._grammars.num_waiting
 
     @property
-    def num_waiting_for_images(self) -> int:
-        """Requests whose embeddings are not computed."""
-        return self.images.num_waiting
+    def num_waiting_for_encodings(self) -> int:
+        """Requests whose images or audio are not encoded."""
+        return self.encodings.num_waiting
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that wait."""
@@ -69,52 +73,53 @@ class PendingRequests:
         """Check a new request.
 
         Raises:
-            InvalidRequestError: a waiting request has its id, or its images do not fit.
+            InvalidRequestError: a waiting request has its id, its images do not fit, or the
+                model does not take its audio or its lack of audio.
         """
         if request.request_id in self._requests:
             raise duplicate_id(request.request_id)
-        self.images.check(request)
+        self.encodings.check(request)
 
     def add(self, request: Request) -> bool:
-        """Hold a request if it needs a grammar or embeddings; returns whether it is held."""
-        if not (request.grammar or request.images):
+        """Hold a request if it needs a grammar or encodings; returns whether it is held."""
+        if not (request.grammar or request.encoded_inputs):
             return False
         if request.grammar:
             self._grammars.add(request)
-        if request.images:
-            request = self.images.add(request)
+        if request.encoded_inputs:
+            request = self.encodings.add(request)
         self._requests[request.request_id] = request
         return True
 
     def take_ready(
         self, announce: Callable[[list[str], float], object] | None, *, is_busy: bool
     ) -> ReadyRequests:
-        """Compute a part of the missing embeddings, and take the requests that are complete.
+        """Compute a part of the missing encodings, and take the requests that are complete.
 
         Args:
-            announce: called with a request, and 0.0 seconds, before embeddings are computed for it.
+            announce: called with a request, and 0.0 seconds, before encodings are computed for it.
                 So the client knows which request was served if the engine dies.
             is_busy: other requests wait for their next step.
         """
         arrived: list[str] = []
         encoding = None
-        if self.images.num_waiting:
-            encoding = self.images.encoding
+        if self.encodings.num_waiting:
+            encoding = self.encodings.encoding
             if encoding not in (None, self._announced) and announce is not None:
                 announce([encoding], 0.0)
             self._announced = encoding
-            arrived += self.images.advance(is_busy=is_busy)
+            arrived += self.encodings.advance(is_busy=is_busy)
         built: list[Request] = []
         failed: list[SequenceOutput] = []
         if self._grammars.num_waiting:
-            waits = not (is_busy or self.images.num_waiting or arrived)
+            waits = not (is_busy or self.encodings.num_waiting or arrived)
             built, failed = self._grammars.take_ready(_GRAMMAR_WAIT_S if waits else 0.0)
         for output in failed:
             del self._requests[output.request_id]
-            self.images.release(output.request_id)
+            self.encodings.release(output.request_id)
         complete: list[Request] = []
         for request_id in (*arrived, *(request.request_id for request in built)):
-            waits = self._grammars.holds_back(request_id) or self.images.holds_back(request_id)
+            waits = self._grammars.holds_back(request_id) or self.encodings.holds_back(request_id)
             # A request is named twice if both parts arrived now, and is gone if its grammar failed.
             if not waits and request_id in self._requests:
                 complete.append(self._requests.pop(request_id))
@@ -123,5 +128,5 @@ class PendingRequests:
     def release(self, request_id: str) -> bool:
         """Release what a request that has ended held; returns whether it still waited."""
         self._grammars.release(request_id)
-        self.images.release(request_id)
+        self.encodings.release(request_id)
         return self._requests.pop(request_id, None) is not None

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.models.step_tensors import tensor_specs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
@@ -40,34 +39,6 @@ class StepShape(NamedTuple):
     has_adapters: bool = False  # whether a token has a low-rank adapter
 
 
-class _GroupTensor:
-    """One step tensor of a KV cache group after the first, and its values by row.
-
-    The values do not change after a sequence's admission.
-    """
-
-    def __init__(self, group: int, name: str, buffers: StaticBuffers) -> None:
-        self._group = group
-        self._name = name
-        self._buffers = buffers
-        # [S] numbers of encoder tokens, or [S, blocks] block ids
-        self._by_row = np.zeros_like(getattr(buffers.host, name))
-
-    def write(self, output: SchedulerOutput) -> None:
-        """Store the values of the admitted sequences, and write the entries of the step."""
-        for admitted in output.admitted:
-            if self._by_row.ndim == 1:
-                self._by_row[admitted.row] = admitted.request.num_encoder_tokens
-                continue
-            others = admitted.other_block_ids
-            block_ids = others[self._group - 1] if others else []
-            self._by_row[admitted.row] = 0
-            self._by_row[admitted.row, : len(block_ids)] = block_ids
-        rows = [entry.row for entry in output.scheduled]
-        host = getattr(self._buffers.host, self._name)
-        np.take(self._by_row, rows, axis=0, out=host[: len(rows)])
-
-
 class BatchBuilder:
     """Writes steps into the host buffers; owns the arrays that persist per row."""
 
@@ -85,11 +56,6 @@ class BatchBuilder:
             np.full(max_num_seqs, -1, dtype=np.int32) if buffers.has_adapters else None
         )
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
-        self._group_tensors = [
-            _GroupTensor(spec.kv_group, name, buffers)
-            for name, spec in tensor_specs(type(buffers.host)).items()
-            if spec.kv_group
-        ]
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """Give the row to a new sequence, with an empty block table."""
@@ -101,8 +67,6 @@ class BatchBuilder:
     def build(self, output: SchedulerOutput) -> StepShape:
         """Write the step into the host buffers, after the last upload has finished."""
         self._buffers.wait_for_upload()
-        for tensor in self._group_tensors:
-            tensor.write(output)
         for entry in output.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.row, entry.new_block_ids)

@@ -20,9 +20,9 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = (
     "AdvanceAdapters",
-    "AdvanceImages",
+    "AdvanceEncodings",
     "BeginAdapter",
-    "BeginImage",
+    "BeginEncoding",
     "DropDecodeBuckets",
     "Executor",
     "ExecutorStats",
@@ -114,27 +114,30 @@ class AdvanceAdapters(msgspec.Struct, frozen=True, tag=7):
     timeout_s: float  # how long a rank waits until the next adapter has been read; 0 = not
 
 
-class BeginImage(msgspec.Struct, frozen=True, tag=20):
-    """Take an image whose embeddings are to be computed by `AdvanceImages`."""
+class BeginEncoding(msgspec.Struct, frozen=True, tag=20):
+    """Take an image or a window of audio. `AdvanceEncodings` computes what stands for it."""
 
     digest: bytes
-    rows: list[int]  # of the image tables, one for each embedding
-    height: int  # pixels
-    width: int
-    pixels: bytes  # [height, width, 3] uint8
-    dropped: list[bytes]  # digests of images that are not needed any more
+    # An image: rows of the image tables, one for each embedding. Audio: its window of the caches of
+    # cross attention.
+    rows: list[int]
+    # An image: [height, width, 3], uint8 pixels. Audio: [mel bins, frames], float32 features.
+    shape: tuple[int, ...]
+    data: bytes
+    dropped: list[bytes]  # digests of images and audio that are not needed any more
 
 
-class AdvanceImages(msgspec.Struct, frozen=True, tag=21):
-    """Compute a part of the embeddings of the images that `BeginImage` has named.
+class AdvanceEncodings(msgspec.Struct, frozen=True, tag=21):
+    """Compute a part of the encodings of the images or the audio that `BeginEncoding` has named.
 
-    Each rank that has image tables computes the same embeddings, at its own pace. A rank answers
-    with the hexadecimal digests of the images that it has completed since its last answer,
-    separated by spaces. A rank without tables completes every image at once.
+    Each rank that needs them computes them, at its own pace. A rank answers with the hexadecimal
+    digests of the encodings that it has completed since its last answer, separated by spaces. A
+    rank that needs none completes each of them at once.
     """
 
     seconds: float  # a rank stops after the unit in which this time has passed
-    dropped: list[bytes]  # digests of images that are not needed any more
+    dropped: list[bytes]  # digests of images and audio that are not needed any more
+    order: list[bytes] = []  # digests in the order in which a rank computes them; others come last
 
 
 RankCall = (
@@ -145,8 +148,8 @@ RankCall = (
     | TouchBlocks
     | BeginAdapter
     | AdvanceAdapters
-    | BeginImage
-    | AdvanceImages
+    | BeginEncoding
+    | AdvanceEncodings
     | TierCall
 )
 

@@ -13,9 +13,9 @@ from ostinato.models.kv_cache import KVCache
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import (
     AdvanceAdapters,
-    AdvanceImages,
+    AdvanceEncodings,
     BeginAdapter,
-    BeginImage,
+    BeginEncoding,
     DropDecodeBuckets,
     ExecutorStats,
     Pending,
@@ -32,7 +32,7 @@ from ostinato.runtime.kv.page_mapper import CachePages
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from ostinato.runtime.execution.images.rank_images import RankImages
+    from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
     from ostinato.runtime.execution.rank_adapters import RankAdapters
     from ostinato.runtime.tiers.rank_tiers import RankTiers
 
@@ -53,7 +53,7 @@ class InlineExecutor:
         overlap: bool = False,
         adapters: RankAdapters | None = None,
         tiers: RankTiers | None = None,
-        images: RankImages | None = None,
+        encoder: RankEncoder | None = None,
     ) -> None:
         """
         Args:
@@ -65,7 +65,7 @@ class InlineExecutor:
             overlap: a step may be launched before the previous step is read.
             adapters: loads low-rank adapters; None = the model has no room for any.
             tiers: copies KV blocks to host memory and disk; None = no block is copied.
-            images: computes embeddings of images; None = the model takes none.
+            encoder: encodes images or audio; None = the model takes text only.
         """
         self._runner = runner
         self._kv_cache = kv_cache
@@ -74,7 +74,7 @@ class InlineExecutor:
         self._pages = pages
         self._adapters = adapters
         self._tiers = tiers
-        self._images = images
+        self._encoder = encoder
         self._max_in_flight = 2 if overlap else 1
         self._launched: deque[tuple[int, SchedulerOutput, PendingStep]] = deque()
         self._num_steps = 0
@@ -142,12 +142,12 @@ class InlineExecutor:
                 assert self._adapters is not None, "a load has begun"
                 ended = self._adapters.advance(timeout_s)
                 return [msgspec.json.encode(ended).decode() if ended else ""]
-            case BeginImage():
-                assert self._images is not None, "the engine has checked that the model has images"
-                self._images.begin(call)
-            case AdvanceImages():
-                assert self._images is not None, "an image has begun"
-                return [" ".join(digest.hex() for digest in self._images.advance(call))]
+            case BeginEncoding():
+                assert self._encoder is not None, "the engine has checked what the model takes"
+                self._encoder.begin(call)
+            case AdvanceEncodings():
+                assert self._encoder is not None, "an input has begun"
+                return [" ".join(digest.hex() for digest in self._encoder.advance(call))]
             case StartProfile(directory):
                 if self._profiler is not None:
                     raise InvalidRequestError(
@@ -201,8 +201,8 @@ class InlineExecutor:
             self._adapters.close()
         if self._tiers is not None:
             self._tiers.close()
-        if self._images is not None:
-            self._images.close()
+        if self._encoder is not None:
+            self._encoder.close()
         self._launched.clear()
         self._runner.graphs.close()
 

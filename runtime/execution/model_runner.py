@@ -29,7 +29,8 @@ from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from ostinato.runtime.execution.images.image_tensor_writer import ImageTensorWriter
+    from ostinato.runtime.execution.encoding.audio_tensor_writer import AudioTensorWriter
+    from ostinato.runtime.execution.encoding.image_tensor_writer import ImageTensorWriter
 
 __all__ = ("ModelRunner", "PendingStep")
 
@@ -76,7 +77,7 @@ class ModelRunner:
         pooler: Pooler | None = None,
         hidden_states: KeptStates | None = None,
         logits_group: Tensor | None = None,
-        image_tensors: ImageTensorWriter | None = None,
+        encoder_tensors: ImageTensorWriter | AudioTensorWriter | None = None,
     ) -> None:
         """
         Args:
@@ -88,8 +89,8 @@ class ModelRunner:
             hidden_states: gets the states of each step from `graphs.aux`; None = none are kept.
             logits_group: the model's `LanguageModel.logits_group`. Without a sampler, this rank
                 helps rank 0 to draw through it.
-            image_tensors: writes the step tensors of a model that takes images; None = it takes
-                none.
+            encoder_tensors: writes the step tensors of a model that takes images or audio; None =
+                it takes text only.
         """
         # row -> a number that is added to the row's positions before random numbers are drawn for
         # them. None = nothing is added. Only a draft head (runtime/execution/draft_head.py) sets
@@ -103,7 +104,7 @@ class ModelRunner:
         self._logits_group = logits_group if sampler is None else None
         self._buffers = buffers
         self._batch = BatchBuilder(buffers)
-        self._image_tensors = image_tensors
+        self._encoder_tensors = encoder_tensors
         self._scorer = PromptScorer(
             graphs.compute_logits,
             max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0]),
@@ -115,7 +116,7 @@ class ModelRunner:
             self._sampler,
             self._scorer,
             self._pooler,
-            image_tensors,
+            encoder_tensors,
         )
         self._row_states = [state for state in states if state is not None]
         self._undrawn: PendingStep | None = None  # the last launched step, if its sampling waits
@@ -185,8 +186,8 @@ class ModelRunner:
         if output.block_copies:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
-        if self._image_tensors is not None:
-            self._image_tensors.write(output)
+        if self._encoder_tensors is not None:
+            self._encoder_tensors.write(output)
         begin = time.perf_counter()
         with self.hold_threads(step.num_tokens, pools=output.num_pooled > 0):
             pending = self._launch(output, step)

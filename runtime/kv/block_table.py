@@ -30,7 +30,7 @@ def image_extras(images: Iterable[PromptImage], block_size: int) -> dict[int, by
 
 
 class BlockTable:
-    """Blocks of one sequence in one KV cache group, in the order of positions.
+    """Blocks of one sequence, in the order of positions.
 
     Args:
         root: the parent hash of the first block; see `hash_root`. Tables share blocks only with

@@ -20,7 +20,7 @@ from ostinato.runtime.kv.block_table import BlockTable, image_extras
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("KVCacheManager", "KVGroup", "PrefixMatch")
+__all__ = ("KVCacheManager", "PrefixMatch")
 
 
 class PrefixMatch(NamedTuple):
@@ -35,19 +35,6 @@ class PrefixMatch(NamedTuple):
     places: list[int] = []  # noqa: RUF012 - never changed
 
 
-class KVGroup(NamedTuple):
-    """Attention layers that use the same block table of a sequence.
-
-    Attributes:
-        name: for example "self" or "cross".
-        grows: True = each token of the sequence adds an entry. False = there is one entry for each
-            token of the encoder, from admission on.
-    """
-
-    name: str
-    grows: bool = True
-
-
 class KVCacheManager:
     """Block tables over a `BlockPool`, with prefix caching.
 
@@ -55,9 +42,6 @@ class KVCacheManager:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are shared between sequences with equal prefixes.
-        groups: the KV cache groups. A sequence has one block table in each group. All tables use
-            one pool. Tables of the first group grow with the sequence, and only their prefixes are
-            shared. Tables of the other groups have a fixed size.
         tiers: slower memories with copies of blocks; None = no such memory.
 
     Attributes:
@@ -65,8 +49,7 @@ class KVCacheManager:
         prefix_hits: tokens of these lookups that were found.
 
     Raises:
-        ValueError: there are fewer than 2 blocks, a block has no token, the first group does not
-            grow, or another group grows.
+        ValueError: there are fewer than 2 blocks, or a block has no token.
     """
 
     def __init__(
@@ -75,18 +58,11 @@ class KVCacheManager:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
-        groups: tuple[KVGroup, ...] = (KVGroup("self"),),
         tiers: TierIndex | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")
-        if not groups[0].grows or any(group.grows for group in groups[1:]):
-            raise ValueError(
-                "the first KV cache group grows with a sequence and the others have a fixed size, "
-                f"got {list(groups)}"
-            )
         self.block_size = block_size
-        self.groups = groups
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -117,21 +93,21 @@ class KVCacheManager:
         """The state of each usable block; see `BlockPool.kinds`. O(blocks)."""
         return self._pool.kinds()
 
-    def new_tables(
+    def new_table(
         self,
         num_prompt_tokens: int,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
         images: Sequence[PromptImage] = (),
-    ) -> tuple[BlockTable, ...]:
-        """Empty block tables of a sequence, one per group; see `hash_root` for the keys."""
+    ) -> BlockTable:
+        """The empty block table of a sequence; see `hash_root` for the keys."""
         extras = image_extras(images, self.block_size) if images else None
-        first = BlockTable(hash_root(cache_salt, extra_keys), extras)
+        table = BlockTable(hash_root(cache_salt, extra_keys), extras)
         if self.tiers is not None:
-            first.num_kept = self.tiers.num_kept_blocks(
+            table.num_kept = self.tiers.num_kept_blocks(
                 num_prompt_tokens, self.block_size, is_salted=bool(cache_salt)
             )
-        return (first, *(BlockTable() for _ in self.groups[1:]))
+        return table
 
     def match_prefix(
         self, table: BlockTable, token_ids: Sequence[int], max_tokens: int

@@ -63,8 +63,6 @@ class ModelFootprint:
     qkv_size: int  # numbers in the queries, keys and values of one token
     dtype_bytes: int  # bytes of one activation
     max_model_len: int  # tokens; the model's own limit
-    num_fixed_groups: int = 0  # KV groups that do not grow, for example of cross attention
-    max_encoder_tokens: int = 0  # tokens of one sequence in each fixed group, at most
     sampling_bytes: int = 0  # logits of the largest step and their sampling
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
@@ -75,6 +73,8 @@ class ModelFootprint:
     adapter_bytes: int = 0  # slots of low-rank adapters; `weights_bytes` includes them
     # The vision tower and the tables for embeddings of images; `weights_bytes` includes them.
     image_bytes: int = 0
+    # The audio tower and the caches of cross attention; `weights_bytes` includes them.
+    audio_bytes: int = 0
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers, in the device's memory
 
 
@@ -99,7 +99,6 @@ class MemoryPlan:
     block_size: int  # tokens
     bytes_per_block: int  # a block in the KV cache of the model, plus one in the draft model's
     num_blocks: int  # blocks to allocate, the null block included
-    fixed_blocks_per_seq: int  # blocks of one sequence in the fixed KV groups, at most
     max_model_len: int  # tokens; at most the model's own limit
     reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers
@@ -111,8 +110,8 @@ class MemoryPlan:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that fits, if its fixed groups are full."""
-        return max(0, self.num_tokens - self.fixed_blocks_per_seq * self.block_size)
+        """Tokens of the longest sequence that fits."""
+        return max(0, self.num_tokens)
 
     @property
     def num_full_sequences(self) -> float:
@@ -134,8 +133,8 @@ class MemoryPlan:
         )
 
     def sequence_blocks(self, num_tokens: int) -> int:
-        """Blocks of a sequence of `num_tokens`, in all its groups."""
-        return _blocks(num_tokens, self.block_size) + self.fixed_blocks_per_seq
+        """Blocks of a sequence of `num_tokens`."""
+        return _blocks(num_tokens, self.block_size)
 
     @property
     def unplanned_bytes(self) -> int:
@@ -203,6 +202,11 @@ def plan_memory(
             f"images: {_size(model.image_bytes)} of the weights are the vision tower and the tables"
             " of embeddings (images.cache_tokens)"
         )
+    if model.audio_bytes:
+        reasons.append(
+            f"audio: {_size(model.audio_bytes)} of the weights are the encoder and the caches of "
+            "cross attention (audio.cache_windows)"
+        )
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
@@ -216,8 +220,6 @@ def plan_memory(
         block_size=cache.block_size,
         bytes_per_block=bytes_per_block,
         num_blocks=0,
-        fixed_blocks_per_seq=model.num_fixed_groups
-        * _blocks(model.max_encoder_tokens, cache.block_size),
         max_model_len=length,
         reasons=tuple(reasons),
         tier_bytes=model.tier_bytes,

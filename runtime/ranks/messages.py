@@ -155,10 +155,7 @@ def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
     """
     if not output.admitted:
         return output
-    admitted = [
-        AdmittedSequence(one.row, _bare(one.request), [], one.other_block_ids)
-        for one in output.admitted
-    ]
+    admitted = [AdmittedSequence(one.row, _bare(one.request), []) for one in output.admitted]
     return msgspec.structs.replace(output, admitted=admitted)
 
 
@@ -171,9 +168,9 @@ def _bare(request: Request) -> Request:
         prompt_token_ids=request.prompt_token_ids if is_read else [],
         sampling=SamplingParams(prompt_logprobs=scored),
         pooling=request.pooling,
-        num_encoder_tokens=request.num_encoder_tokens,
         adapter_slot=request.adapter_slot,
         images=request.images,
+        audio=request.audio,
     )
 
 

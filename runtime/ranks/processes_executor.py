@@ -19,7 +19,7 @@ from collections import deque
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.execution.executor import AdvanceImages, ExecutorStats, Pending, RankCall
+from ostinato.runtime.execution.executor import AdvanceEncodings, ExecutorStats, Pending, RankCall
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.grammar.store import GrammarBuilt
@@ -136,7 +136,7 @@ class ProcessesExecutor:
         # need rank 0.
         while self._waiting:
             self._run_next()
-        if isinstance(call, AdvanceImages):  # is never refused, and takes long: at the same time
+        if isinstance(call, AdvanceEncodings):  # is never refused, and takes long: at the same time
             self._ranks.send(Call(call))
             answers = self._first.call(call)
         else:

@@ -195,7 +195,7 @@ class ReplicaSet:
             self._router.note(replica.number, len(replica.requests))
         numbers = {replica.number for replica in among}
         chosen = self._router.choose(
-            request.prompt_token_ids, request.cache_salt, numbers, request.cache_keys
+            request.prompt_token_ids, request.cache_salt, numbers, request.all_cache_keys
         )
         return self.replicas[chosen]
 

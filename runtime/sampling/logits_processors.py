@@ -1,4 +1,4 @@
-"""Logits processors: apply logit bias, penalties, minimum length and token limits to logits.
+"""Logits processors: bias, penalties, minimum length, token limits and rules of transcripts.
 
 A processor keeps its own state for each row. The sampler uses the protocol only. So it stays as it
 is when a new parameter changes logits: the parameter gets a class here and an entry in
@@ -17,6 +17,7 @@ from ostinato.ops.sampling.plain_sampling import apply_penalties
 from ostinato.runtime.sampling.row_state import RowState
 from ostinato.runtime.sampling.to_device import to_device
 from ostinato.runtime.sampling.token_limits import TokenLimits
+from ostinato.runtime.sampling.transcript_processor import TranscriptProcessor
 from ostinato.runtime.types.request import Request
 
 __all__ = ("LogitBias", "LogitsProcessor", "MinTokens", "Penalties", "make_processors")
@@ -200,4 +201,5 @@ def make_processors(
         Penalties(vocab_size, device),
         MinTokens(device),
         TokenLimits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device),
+        TranscriptProcessor(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device),
     ]

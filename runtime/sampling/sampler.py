@@ -1,8 +1,8 @@
 """The sampler: turns a step's logits into tokens, and keeps the sampling state of every row.
 
 Order: log-probabilities from the raw logits; logits processors (logit bias, penalties, minimum
-    length, allowed tokens and bad words); grammar; temperature; top-k, top-p, min-p; one draw keyed
-    by (seed, position).
+    length, allowed tokens and bad words, rules of transcripts); grammar; temperature; top-k, top-p,
+    min-p; one draw keyed by (seed, position).
 
 A sequence with k drafts has 1 + k rows of logits. Its tokens are drawn one after the other, each
 in the same way as without drafts, up to the first token that differs from its draft. So for equal

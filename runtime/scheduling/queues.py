@@ -162,15 +162,13 @@ class SequenceQueues:
 
     def free_blocks(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence and set its computed tokens to 0."""
-        for table in sequence.block_tables:
-            self.cache.free(table)
+        self.cache.free(sequence.block_table)
         sequence.num_computed_tokens = 0
         sequence.is_held = False
 
     def num_reclaimable_blocks(self, sequence: Sequence, kept: Collection[int] = ()) -> int:
-        """Blocks that become free when the sequence frees its tables, without those `kept`."""
-        tables = sequence.block_tables
-        return sum(self.cache.num_reclaimable_blocks(table, kept) for table in tables)
+        """Blocks that become free when the sequence frees its table, without those `kept`."""
+        return self.cache.num_reclaimable_blocks(sequence.block_table, kept)
 
     def num_draining_blocks(self) -> int:
         """Blocks that become free when the steps in flight are read."""
@@ -178,8 +176,7 @@ class SequenceQueues:
 
     def tables(self) -> Iterator[BlockTable]:
         """The block tables of all sequences that can hold blocks."""
-        for sequence in (*self.running, *self.draining):
-            yield from sequence.block_tables
+        return (sequence.block_table for sequence in (*self.running, *self.draining))
 
     def check_integrity(self) -> None:
         """Compare rows, queues and statuses with each other. O(sequences).
@@ -194,8 +191,7 @@ class SequenceQueues:
             orders = [sequence.order for sequence in queue]
             check(orders == sorted(orders), f"a queue is out of order: {queue}")
         for sequence in self.waiting:
-            held = any(table.block_ids for table in sequence.block_tables)
-            check(not held, f"{sequence!r} waits and holds blocks")
+            check(not sequence.block_table.block_ids, f"{sequence!r} waits and holds blocks")
 
     def _retire(self, sequence: Sequence, status: SequenceStatus) -> None:
         sequence.status = status

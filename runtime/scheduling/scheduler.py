@@ -20,7 +20,6 @@ from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.costs.token_rate import TokenRate
-from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.decode_shares import DecodeShares
 from ostinato.runtime.scheduling.draft_planner import DraftPlanner
@@ -197,21 +196,12 @@ class Scheduler:
         """Raise the error that `add` would raise.
 
         Raises:
-            InvalidRequestError: the request's id is in use, its prompt is empty or leaves no room
-                for output, or the keys of its encoder tokens do not fit into the cache.
+            InvalidRequestError: the request's id is in use, or its prompt is empty or leaves no
+                room for output.
         """
         if request.request_id in self._sequences:
             raise duplicate_id(request.request_id)
         check_prompt_length(request, self.max_model_len)
-        cache = self._cache
-        fixed = -(-request.num_encoder_tokens // cache.block_size) * (len(cache.groups) - 1)
-        room = cache.num_blocks - -(-self.max_model_len // cache.block_size)
-        if fixed > room:
-            raise InvalidRequestError(
-                f"{request.num_encoder_tokens} encoder tokens need {fixed} blocks of the KV cache, "
-                f"which has {room} beside those of the longest sequence; shorten the input",
-                param="prompt",
-            )
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -224,10 +214,10 @@ class Scheduler:
         self.check(request)
         order = self._turns.order_of(request)
         num_tokens = len(request.prompt_token_ids)
-        tables = self._cache.new_tables(
-            num_tokens, request.cache_salt, request.cache_keys, images=request.images
+        table = self._cache.new_table(
+            num_tokens, request.cache_salt, request.all_cache_keys, images=request.images
         )
-        sequence = Sequence(request, order, self.max_model_len, tables)
+        sequence = Sequence(request, order, self.max_model_len, table)
         self._sequences[request.request_id] = sequence
         if request.sampling.use_beam_search:
             self._beams.begin(sequence, self.max_model_len)

@@ -67,11 +67,7 @@ class Admission:
 
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> None:
         cache = self._cache
-        tables = sequence.block_tables
-        admitted = cache.admit(tables[0], match, sequence.num_tokens)
-        for table in tables[1:]:
-            taken = cache.allocate(table, sequence.request.num_encoder_tokens)
-            admitted = admitted and taken is not None
+        admitted = cache.admit(sequence.block_table, match, sequence.num_tokens)
         assert admitted, f"{sequence!r} has room but was not admitted"
         num_cached = len(match.block_ids) * cache.block_size
         sequence.num_computed_tokens = num_cached
@@ -131,9 +127,6 @@ class Admission:
         """
         cache = self._cache
         needed = cache.num_missing_blocks(sequence.num_tokens, match) + step.num_grown
-        if len(cache.groups) > 1:
-            fixed = -(-sequence.request.num_encoder_tokens // cache.block_size)
-            needed += fixed * (len(cache.groups) - 1)
         return needed - cache.num_free_blocks
 
     def _preempt_behind(

@@ -257,7 +257,6 @@ class StepPlanner:
                 sequence.row,
                 sequence.request,
                 sequence.token_ids[sequence.num_prompt_tokens :],
-                [table.block_ids[:] for table in sequence.block_tables[1:]],
                 is_resumed=sequence.num_preemptions > 0,
             )
         )

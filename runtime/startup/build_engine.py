@@ -303,7 +303,6 @@ def _make_scheduler(
         plan.memory.num_blocks,
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and kind.needs_kv_cache,
-        groups=plan.kv_groups,
         tiers=_make_tier_index(plan, costs) if config.cache.has_tiers else None,
     )
     scheduler = make_scheduler(

@@ -67,7 +67,14 @@ def begin_model(
     """
     config, memory = plan.config, plan.memory
     # The key names everything that a loaded model depends on.
-    sections = (config.model, config.device, config.graphs, plan.source.adapters, config.images)
+    sections = (
+        config.model,
+        config.device,
+        config.graphs,
+        plan.source.adapters,
+        config.images,
+        config.audio,
+    )
     cache = (config.cache.block_size, config.cache.dtype)
     key = repr((*sections, *cache, plan.backend, memory.max_model_len, plan.source.shard))
     kept = None if model_cache is None else model_cache.get(key)
@@ -156,6 +163,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         experts=plan.experts,
         adapters=source.adapters,
         num_image_rows=source.num_image_rows,
+        cross=source.cross,
     )
 
 
@@ -203,6 +211,7 @@ def _suffices(part: str, plan: EnginePlan) -> bool:
         and config.moe is None
         and config.recorded is None
         and config.vision is None
+        and config.audio is None
         and source.draft is None
     )
 
@@ -278,6 +287,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "ranks": _describe_ranks(source),
             "adapters": repr(source.adapters),
             "images": str(source.num_image_rows),
+            "audio": repr(source.cross),
         },
     )
     if source.device.type == "cuda":

@@ -31,9 +31,9 @@ from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.encoding.make_encoder_parts import EncoderParts, make_encoder_parts
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
 from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
-from ostinato.runtime.execution.images.make_image_parts import ImageParts, make_image_parts
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
@@ -136,10 +136,10 @@ def build_rank(
         _LOG.info("%slayers: %s", name, _count_layers(graphs))
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
-        images = make_image_parts(model, buffers, source.images)
-        runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars, images)
+        encoding = make_encoder_parts(model, buffers, source.images)
+        runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars, encoding)
         parts = runner, kv_cache, grammars, monitor
-        executor = _make_executor(plan, model, *parts, pages, images, undo)
+        executor = _make_executor(plan, model, *parts, pages, encoding, undo)
     with phase("grammar vocabulary"):
         grammars.wait_until_loaded()
     return RankParts(
@@ -230,7 +230,6 @@ def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> St
         max_num_seqs=limits.max_num_seqs,
         max_num_rows=limits.max_num_rows,
         max_blocks_per_seq=-(-plan.memory.max_model_len // block_size),
-        max_encoder_blocks_per_seq=-(-plan.source.config.max_encoder_tokens // block_size),
         block_size=block_size,
         device=plan.source.device,
         async_tokens=plan.overlap or None,
@@ -294,7 +293,7 @@ def _make_runner(
     buffers: StaticBuffers,
     token_sampler: GraphSampler | None,
     grammars: GrammarStore,
-    images: ImageParts,
+    encoding: EncoderParts,
 ) -> ModelRunner:
     source = plan.source
     sampler = None  # only rank 0 samples
@@ -319,7 +318,7 @@ def _make_runner(
     )
     keeps_states = graphs.aux is not None and source.shard.is_leader
     states = _keep_hidden_states(plan) if keeps_states else None
-    return ModelRunner(graphs, buffers, sampler, threads, pooler, states, group, images.tensors)
+    return ModelRunner(graphs, buffers, sampler, threads, pooler, states, group, encoding.tensors)
 
 
 def _make_executor(  # noqa: PLR0913 - the parts of an executor
@@ -330,7 +329,7 @@ def _make_executor(  # noqa: PLR0913 - the parts of an executor
     grammars: GrammarStore,
     monitor: CompileMonitor,
     pages: CachePages | None,
-    images: ImageParts,
+    encoding: EncoderParts,
     undo: ExitStack,
 ) -> InlineExecutor:
     space, adapters, tiers = plan.source.adapters, None, None
@@ -358,7 +357,7 @@ def _make_executor(  # noqa: PLR0913 - the parts of an executor
         overlap=plan.overlap,
         adapters=adapters,
         tiers=tiers,
-        images=images.images,
+        encoder=encoding.encoder,
     )
 
 

@@ -82,6 +82,8 @@ def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
         block_size=plan.config.cache.block_size if source.config.kind.needs_kv_cache else 0,
         images=source.images,
         image_cache_tokens=source.num_image_rows,
+        audio=source.audio,
+        audio_windows=0 if source.cross is None else source.cross.num_windows,
     )
 
 
@@ -137,6 +139,8 @@ def _end_of(file: Path) -> bytes:
 
 
 def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
+    if source.config.audio is not None:
+        return (ServedTask.transcribe,)
     if source.config.num_labels:
         return (ServedTask.classify,)
     if not source.config.kind.generates:

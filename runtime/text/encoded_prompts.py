@@ -1,4 +1,4 @@
-"""Turns the prompts and conversations of `LLM` and `AsyncEngine` into token ids and images."""
+"""Turns the prompts and conversations of `LLM` and `AsyncEngine` into token ids and media."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.runtime.audio.offline_audio import prepare_one_window
+from ostinato.runtime.audio.transcript_prompt import rules_after
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_inputs import check_images, prepare_images, urls_to_fetch
 from ostinato.runtime.images.image_sources import ImageSource
 from ostinato.runtime.images.placeholders import expand_placeholders
 from ostinato.runtime.images.template_images import IMAGE_PART, text_part, with_images_shown
-from ostinato.runtime.text.offline_prompts import ImagesPrompt, Prompt
+from ostinato.runtime.text.offline_prompts import MediaPrompt, Prompt
+from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.transcript_rules import TranscriptRules
 
 if TYPE_CHECKING:
     from ostinato.runtime.text.tokenizer import Tokenizer
@@ -42,7 +47,25 @@ class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]  # with a placeholder token for each embedding of an image
     images: list[PromptImage] = []
+    audio: PromptAudio | None = None
+    rules: TranscriptRules | None = None  # of the output, unless the parameters have some
     text: str | None = None  # the prompt, if it is a text
+
+    def adjusted(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters with the rules that belong to the prompt.
+
+        Raises:
+            InvalidRequestError: a parameter cannot be combined with the prompt's images or audio.
+        """
+        check_sampling_with_images(sampling, self.images)
+        if self.audio is not None and sampling.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens cannot be combined with audio; leave it out",
+                param="truncate_prompt_tokens",
+            )
+        if self.rules is None or sampling.transcript is not None:
+            return sampling
+        return msgspec.structs.replace(sampling, transcript=self.rules)
 
 
 class PromptInputs:
@@ -52,14 +75,20 @@ class PromptInputs:
         model: the model.
         tokenizer: its tokenizer; None = prompts are token ids.
         images: the limits of images, and from where they are fetched.
+        audio: the limits of audio.
     """
 
     def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer | None, images: ImagesConfig
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer | None,
+        images: ImagesConfig,
+        audio: AudioConfig,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._images = images
+        self._audio = audio
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises InvalidRequestError if there is none."""
@@ -71,33 +100,34 @@ class PromptInputs:
             )
         return self._tokenizer
 
-    def token_ids(self, prompt: Prompt | ImagesPrompt) -> list[int]:
-        """The token ids of a prompt that must have no images.
+    def token_ids(self, prompt: Prompt | MediaPrompt) -> list[int]:
+        """The token ids of a prompt that must have neither images nor audio.
 
         Raises:
-            InvalidRequestError: it has images, or there is no tokenizer for its text.
+            InvalidRequestError: it has some, or there is no tokenizer for its text.
         """
-        encoded = self.encode(prompt)
-        if encoded.images:
+        if isinstance(prompt, MediaPrompt):
             raise InvalidRequestError(
-                "multi_modal_data: images are for generated text; send text only",
+                "multi_modal_data: images and audio are for generated text; send text only",
                 param="multi_modal_data",
             )
-        return encoded.token_ids
+        return self._ids(prompt)
 
-    def encode(self, prompt: Prompt | ImagesPrompt) -> EncodedPrompt:
-        """A prompt as token ids, with its images.
+    def encode(self, prompt: Prompt | MediaPrompt) -> EncodedPrompt:
+        """A prompt as token ids, with its images or its audio.
 
         Raises:
-            InvalidRequestError: there is no tokenizer for a text, or the images are refused.
+            InvalidRequestError: there is no tokenizer for a text, the images or the audio are
+                refused, or a model that transcribes gets no audio.
         """
         sources: list[ImageSource] = []
-        if isinstance(prompt, ImagesPrompt):
+        audio: object = None
+        if isinstance(prompt, MediaPrompt):
             sources = [ImageSource(pil=image) for image in prompt.images]
-            prompt = prompt.prompt
-        is_text = isinstance(prompt, str)
-        token_ids = self.tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        text = cast("str", prompt) if is_text else None
+            audio, prompt = prompt.audio, prompt.prompt
+        if audio is not None or (self._model.audio is not None and not sources):
+            return self._with_audio(prompt, audio)
+        token_ids, text = self._ids(prompt), prompt if isinstance(prompt, str) else None
         if not sources:
             return EncodedPrompt(token_ids=token_ids, text=text)
         check_images(sources, self._model, self._images, param="multi_modal_data")
@@ -113,6 +143,13 @@ class PromptInputs:
             InvalidRequestError: there is no tokenizer or no template, the template refuses the
                 messages, or a part is refused.
         """
+        if self._model.audio is not None:
+            raise InvalidRequestError(
+                f"messages: {self._model.name} transcribes audio and takes no conversations; use "
+                "LLM.transcribe, or a prompt with multi_modal_data={'audio': (samples, rate)}",
+                param="messages",
+                code="unsupported_task",
+            )
         tokenizer = self.tokenizer()
         sources: list[ImageSource] = []
         shown = [self._message(message, index, sources) for index, message in enumerate(messages)]
@@ -123,6 +160,47 @@ class PromptInputs:
         text = tokenizer.apply_chat_template(shown)
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return self._with_images(token_ids, sources, None, param="messages")
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _with_audio(self, prompt: Prompt, audio: object) -> EncodedPrompt:
+        """The decoder's prompt with its audio. A text has the special tokens in it."""
+        param, spec, name = "multi_modal_data", self._model.audio, self._model.name
+        code = "unsupported_parameter"
+        if spec is None:
+            raise InvalidRequestError(
+                f"{param}: {name} takes no audio; send text only, or use a model that transcribes",
+                param=param,
+                code=code,
+            )
+        if audio is None:
+            raise InvalidRequestError(
+                f"prompt has no audio, and {name} transcribes audio; use LLM.transcribe, or "
+                "{'prompt': text, 'multi_modal_data': {'audio': (samples, sampling_rate)}}",
+                param="prompt",
+                code=code,
+            )
+        is_text = isinstance(prompt, str)
+        token_ids = (
+            self.tokenizer().encode(prompt, add_special_tokens=False)
+            if isinstance(prompt, str)
+            else list(prompt)
+        )
+        if spec.start_id not in token_ids:
+            raise InvalidRequestError(
+                "prompt has no <|startoftranscript|>; write a prompt such as"
+                " '<|startoftranscript|><|en|><|transcribe|><|notimestamps|>' (English models:"
+                " '<|startoftranscript|><|notimestamps|>'), or use LLM.transcribe",
+                param="prompt",
+                code="invalid_value",
+            )
+        return EncodedPrompt(
+            token_ids=token_ids,
+            audio=prepare_one_window(audio, spec, self._audio, param=f"{param}.audio"),
+            rules=rules_after(spec, token_ids),
+            text=cast("str", prompt) if is_text else None,
+        )
 
     def _with_images(
         self, token_ids: list[int], sources: list[ImageSource], text: str | None, *, param: str

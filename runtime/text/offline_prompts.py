@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 import msgspec
 
+from ostinato.runtime.audio.offline_audio import AudioSamples
 from ostinato.runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import PIL.Image
 
 __all__ = (
-    "ImagesPrompt",
+    "DictPrompt",
+    "EncoderDecoderPrompt",
     "MediaData",
+    "MediaPrompt",
     "Prompt",
     "Prompts",
     "TextPrompt",
@@ -25,10 +28,11 @@ __all__ = (
 )
 
 
-class MediaData(TypedDict):
-    """The images of a prompt, in the order of their placeholders."""
+class MediaData(TypedDict, total=False):
+    """The images of a prompt, in the order of their placeholders, or its audio."""
 
     image: PIL.Image.Image | Sequence[PIL.Image.Image]
+    audio: AudioSamples | list[AudioSamples]  # at most one
 
 
 class TextPrompt(TypedDict):
@@ -45,24 +49,40 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[MediaData]
 
 
-class ImagesPrompt(msgspec.Struct, frozen=True):
-    """A prompt with images of Pillow."""
+class EncoderPrompt(TypedDict):
+    """What the encoder of an encoder-decoder model reads."""
+
+    prompt: NotRequired[str]  # empty
+    multi_modal_data: MediaData
+
+
+class EncoderDecoderPrompt(TypedDict):
+    """A prompt for an encoder-decoder model: audio, and the text after which the decoder writes."""
+
+    encoder_prompt: EncoderPrompt
+    decoder_prompt: str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+class MediaPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt with images of Pillow, or with audio."""
 
     prompt: str | Sequence[int]
-    images: Sequence[Any]
+    images: Sequence[Any] = ()
+    audio: object = None  # `AudioSamples`, not checked; None = no audio
 
 
 Prompt = str | Sequence[int]
-Prompts = Prompt | TextPrompt | TokensPrompt | Sequence[Prompt | TextPrompt | TokensPrompt]
+DictPrompt = TextPrompt | TokensPrompt | EncoderDecoderPrompt
+Prompts = Prompt | DictPrompt | Sequence[Prompt | DictPrompt]
 
 
-def prompt_list(prompts: Prompts) -> list[Prompt | ImagesPrompt]:
+def prompt_list(prompts: Prompts) -> list[Prompt | MediaPrompt]:
     """The prompts as a list of texts or token ids; a single prompt becomes a list of one.
 
     Raises:
         InvalidRequestError: a prompt has another type, or a dictionary is neither
-            `{"prompt": ...}` nor `{"prompt_token_ids": ...}`. Or `multi_modal_data` has another
-            medium than images.
+            `{"prompt": ...}` nor `{"prompt_token_ids": ...}` nor an encoder's and a decoder's
+            prompt. Or `multi_modal_data` has another medium than images and audio.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -76,7 +96,7 @@ def prompt_list(prompts: Prompts) -> list[Prompt | ImagesPrompt]:
     return [_one(item) for item in items]
 
 
-def _one(item: object) -> Prompt | ImagesPrompt:
+def _one(item: object) -> Prompt | MediaPrompt:
     """A prompt of a list."""
     if isinstance(item, Mapping):
         return _unwrap(cast(Mapping[str, object], item))
@@ -105,26 +125,71 @@ def prompt_text(prompt: str | TextPrompt) -> str:
     return text
 
 
-def _unwrap(prompt: Mapping[str, object]) -> Prompt | ImagesPrompt:
+def _unwrap(prompt: Mapping[str, object]) -> Prompt | MediaPrompt:
+    if "encoder_prompt" in prompt or "decoder_prompt" in prompt:
+        prompt = _joined(prompt)
     media = prompt.get("multi_modal_data")
-    bare = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
-    images = [] if media is None else _images(media)
-    return ImagesPrompt(_bare(bare), images) if images else _bare(bare)
+    bare = _bare({key: value for key, value in prompt.items() if key != "multi_modal_data"})
+    if media is None:
+        return bare
+    fields = _fields(media)
+    images, audio = _images(fields.get("image", ())), _audio(fields.get("audio", ()))
+    if not images and audio is None:
+        return bare
+    return MediaPrompt(prompt=bare, images=images, audio=audio)
 
 
-def _images(media: object) -> Sequence[object]:
-    """The images of `multi_modal_data`."""
-    fields = cast(Mapping[str, object], media) if isinstance(media, Mapping) else None
-    others = [] if fields is None else [key for key in fields if key != "image"]
+def _joined(prompt: Mapping[str, object]) -> dict[str, object]:
+    """The decoder's prompt with the audio of the encoder's."""
+    encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
+    others = [key for key in prompt if key not in ("encoder_prompt", "decoder_prompt")]
+    media = encoder.get("multi_modal_data") if isinstance(encoder, Mapping) else None
+    if others or not isinstance(media, Mapping) or set(media) != {"audio"}:
+        raise InvalidRequestError(
+            'a prompt with encoder_prompt and decoder_prompt is {"encoder_prompt": {"prompt": "", '
+            '"multi_modal_data": {"audio": (samples, sampling_rate)}}, "decoder_prompt": text}, '
+            f"got {reprlib.repr(dict(prompt))}",
+            param="encoder_prompt",
+        )
+    for key, value in cast("Mapping[str, object]", encoder).items():
+        if key != "multi_modal_data" and (
+            key not in ("prompt", "prompt_token_ids") or value not in ("", None, [], ())
+        ):
+            raise InvalidRequestError(
+                f"encoder_prompt.{key} must be left out: the encoder reads the audio alone; got"
+                f" {reprlib.repr(value)}",
+                param="encoder_prompt",
+            )
+    if isinstance(decoder, str):
+        decoder = {"prompt": decoder}
+    elif isinstance(decoder, list | tuple):
+        decoder = {"prompt_token_ids": decoder}
+    if not isinstance(decoder, Mapping) or "multi_modal_data" in decoder:
+        raise InvalidRequestError(
+            'decoder_prompt must be a text, token ids, {"prompt": text} or {"prompt_token_ids": '
+            f"ids}}, got {reprlib.repr(decoder)}",
+            param="decoder_prompt",
+        )
+    return {**cast("Mapping[str, object]", decoder), "multi_modal_data": media}
+
+
+def _fields(media: object) -> Mapping[str, object]:
+    """The fields of `multi_modal_data`."""
+    fields = cast("Mapping[str, object]", media) if isinstance(media, Mapping) else None
+    others = [] if fields is None else [key for key in fields if key not in ("image", "audio")]
     if fields is None or others:
         found = f"the key {others[0]!r}" if others else reprlib.repr(media)
         raise InvalidRequestError(
-            f'multi_modal_data must be {{"image": ...}}, got {found}; video and audio are not'
-            " supported",
+            'multi_modal_data must be {"image": ...} or {"audio": (samples, sampling_rate)}, got'
+            f" {found}; video is not supported",
             param="multi_modal_data",
         )
-    value = fields.get("image", ())
-    images = cast(Sequence[object], value) if isinstance(value, list | tuple) else [value]
+    return fields
+
+
+def _images(value: object) -> Sequence[object]:
+    """The images of `multi_modal_data`."""
+    images = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
     for image in images:
         if not hasattr(image, "convert"):
             raise InvalidRequestError(
@@ -133,6 +198,21 @@ def _images(media: object) -> Sequence[object]:
                 param="multi_modal_data",
             )
     return images
+
+
+def _audio(value: object) -> object:
+    """The audio of `multi_modal_data`, or None. A list can have one audio."""
+    if isinstance(value, tuple) and value:
+        return cast("object", value)
+    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
+    if len(items) > 1:
+        raise InvalidRequestError(
+            f"multi_modal_data.audio has {len(items)} items, and a prompt takes one; give each"
+            " audio a prompt of its own, and (samples, sampling_rate) as a tuple",
+            param="multi_modal_data",
+            code="unsupported_parameter",
+        )
+    return items[0] if items else None
 
 
 def _bare(prompt: Mapping[str, object]) -> Prompt:

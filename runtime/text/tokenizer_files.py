@@ -169,6 +169,14 @@ class TokenizerFiles:
             return None
         return next((content for key, content in self._added_tokens() if key == token_id), None)
 
+    def added_token_ids(self) -> dict[str, int]:
+        """The text -> id of the added tokens of a directory; {} for a GGUF file.
+
+        Raises:
+            StartupError: a file cannot be read.
+        """
+        return {} if self._is_gguf else {content: key for key, content in self._added_tokens()}
+
     def _added_tokens(self) -> Iterator[tuple[int, str]]:
         """The ids and texts of the added tokens of a directory."""
         for token_id, entry in (self.config.get("added_tokens_decoder") or {}).items():

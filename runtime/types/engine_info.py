@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from ostinato.graphs.compile_monitor import LateCompile
+from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.types.params import PoolingKind
 from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
@@ -37,6 +38,7 @@ class ServedTask(StrEnum):
     generate = "generate"
     embed = "embed"
     classify = "classify"
+    transcribe = "transcribe"
 
 
 class IsaTrial(msgspec.Struct, frozen=True):
@@ -91,6 +93,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens of a KV block; 0 = unknown, or no keys and values are kept
     images: ImageSpec | None = None  # how the model takes images; None = it takes none
     image_cache_tokens: int = 0  # the most embeddings of images that one request can have
+    audio: AudioSpec | None = None  # how the model takes audio; None = it takes none
+    audio_windows: int = 0  # windows of audio that are transcribed at once
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -137,10 +141,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_tier_loads: int = 0  # loads of blocks from slower tiers
     num_refused_tier_loads: int = 0  # computing the blocks was predicted to be faster
     tier_load_seconds: float = 0.0  # the sum of the seconds of the loads
-    num_waiting_for_images: int = 0  # sequences of `num_waiting` that wait for embeddings of images
-    num_images_encoded: int = 0  # images whose embeddings were computed
-    num_image_hits: int = 0  # images of requests whose embeddings existed
-    image_encode_seconds: float = 0.0  # time for computing embeddings, between steps
+    num_waiting_for_encodings: int = 0  # sequences of `num_waiting` whose images or audio wait
+    num_inputs_encoded: int = 0  # images and windows of audio that were encoded
+    num_encoding_hits: int = 0  # images and audio of requests that were encoded before
+    encode_seconds: float = 0.0  # time for encoding, between steps
 
     @property
     def device_seconds(self) -> float:
@@ -185,7 +189,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 # Figures that describe the present. All other figures are counters, which only grow.
 _GAUGES = (
-    *("num_running", "num_waiting", "num_waiting_for_grammar", "num_waiting_for_images"),
+    *("num_running", "num_waiting", "num_waiting_for_grammar", "num_waiting_for_encodings"),
     *("num_blocks", "num_free_blocks"),
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),

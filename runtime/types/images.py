@@ -31,3 +31,22 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     def end(self) -> int:
         """The index after its last placeholder token."""
         return self.begin + self.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the image tables that its embeddings take."""
+        return self.num_tokens
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of `data`."""
+        return self.height, self.width, 3
+
+    @property
+    def data(self) -> bytes:
+        """What the vision tower reads."""
+        return self.pixels
+
+    def without_data(self) -> PromptImage:
+        """The same image without its pixels."""
+        return msgspec.structs.replace(self, pixels=b"")

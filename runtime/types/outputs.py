@@ -20,6 +20,8 @@ __all__ = (
     "SequenceOutput",
     "TimelineEvent",
     "TokenLogprobs",
+    "Transcript",
+    "TranscriptionSegment",
 )
 
 
@@ -179,3 +181,28 @@ class GenerationOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the prompt's tokens after the first
+
+
+class TranscriptionSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a transcript with its times, which the model wrote as timestamps."""
+
+    id: int  # from 0, over all windows
+    seek: int  # the frame of the spectrogram with which the window begins, 100 frames a second
+    start: float  # seconds from the beginning of the file
+    end: float
+    text: str  # with the space before it
+    tokens: list[int]  # with the timestamps
+    temperature: float
+    # The next three are those of the window, in all of its segments, as in Whisper.
+    avg_logprob: float  # mean log-probability of the tokens, the end token included
+    compression_ratio: float  # bytes of the text / bytes after zlib; large = it repeats itself
+    no_speech_prob: float  # 0 if the model has no token for it
+
+
+class Transcript(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `LLM.transcribe` for one file."""
+
+    text: str
+    language: str  # code of the spoken language, given or detected; "en" for an English model
+    duration: float  # seconds of audio
+    segments: list[TranscriptionSegment] | None = None  # None = without timestamps

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+from ostinato.runtime.types.transcript_rules import TranscriptRules
 
 __all__ = (
     "MAX_BAD_WORDS",
@@ -142,6 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # A constraint on the answer. The answer ends when the constraint is complete.
     structured_outputs: StructuredOutputsParams | None = None
     thinking: ThinkingLimit | None = None  # set for chats with a model that reasons
+    transcript: TranscriptRules | None = None  # set for transcripts of audio
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats
     speculation: bool = True  # false = no drafts for this request
 

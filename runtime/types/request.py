@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
@@ -35,7 +36,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # Names of other things that the keys and values depend on (an adapter, media). Requests share
     # cached blocks only if these names are equal.
     cache_keys: tuple[str, ...] = ()
-    num_encoder_tokens: int = 0  # encoder tokens that cross attention reads
     prediction_token_ids: list[int] = []  # the client's guess of the output (`prediction`)
     # A number that all sequences of one HTTP request share; 0 = no HTTP request. The scheduler uses
     # it to limit the time that one HTTP request takes from others.
@@ -45,3 +45,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # adapter's digest is one of `cache_keys`.
     adapter_slot: int = -1
     images: list[PromptImage] = []  # in the order of the prompt
+    audio: PromptAudio | None = None  # what cross attention reads
+
+    @property
+    def encoded_inputs(self) -> list[PromptImage] | list[PromptAudio]:
+        """What the encoder of the model must encode before the request can run."""
+        return self.images if self.audio is None else [self.audio]
+
+    @property
+    def all_cache_keys(self) -> tuple[str, ...]:
+        """`cache_keys`, and the digest of the audio."""
+        if self.audio is None:
+            return self.cache_keys
+        return (*self.cache_keys, self.audio.digest.hex())
+
+    def without_data(self) -> Request:
+        """The same request without pixels and features."""
+        return msgspec.structs.replace(
+            self,
+            images=[image.without_data() for image in self.images],
+            audio=None if self.audio is None else self.audio.without_data(),
+        )

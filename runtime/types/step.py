@@ -26,9 +26,6 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
     row: int  # index into the runner's persistent buffers
     request: Request
     output_token_ids: list[int]  # its output so far, for example before a preemption
-    # The whole block table of each KV cache group after the first. The blocks of the first group
-    # come with the row's `ScheduledSequence`.
-    other_block_ids: list[list[int]] = []
     is_resumed: bool = False  # after a preemption, which can come before the first output token
 
 

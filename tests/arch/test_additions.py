@@ -223,7 +223,7 @@ ADDITIONS = {
             ),
             Edit(
                 "runtime/execution/batch_builder.py",
-                "        for tensor in self._group_tensors:\n",
+                "        for entry in output.scheduled:\n            if entry.new_block_ids:\n",
                 "        self._buffers.host.doubled_positions[: output.num_tokens] = [\n"
                 "            2 * position\n"
                 "            for entry in output.scheduled\n"

@@ -19,7 +19,6 @@ MAX_FILES = 5
 # Parameters that the API passes to the sampler and does not use itself. Names such as `n`, `seed`
 # and `stop` have other meanings in other files, so their files cannot be counted.
 PARAMETERS = (
-    "allowed_token_ids",
     "frequency_penalty",
     "logit_bias",
     "presence_penalty",

@@ -6,6 +6,8 @@ import transformers
 
 from ostinato.conf.compose import group_options, load_config
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.kv_cache import CrossSpace
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.runtime.startup.plan.model_source import open_model
 from ostinato.runtime.startup.plan.planning import plan_engine
@@ -68,6 +70,12 @@ KNOWN = {
     "qwen3-8b": (8_190_735_360, 40_960),
     "qwen3-vl-4b": (4_437_815_808, 262_144),
     "smollm3-3b": (3_075_098_624, 65_536),
+    "whisper-base": (72_593_920, 448),
+    "whisper-large-v3": (1_543_490_560, 448),
+    "whisper-large-v3-turbo": (808_878_080, 448),
+    "whisper-medium": (763_857_920, 448),
+    "whisper-small": (241_734_912, 448),
+    "whisper-tiny": (37_760_640, 448),
 }
 
 
@@ -78,6 +86,13 @@ TOWERS = {
     "qwen2.5-vl-7b": 676_550_144,
     "qwen3-vl-4b": 415_347_712,
 }
+
+
+def zero_biases(config: ModelConfig) -> int:
+    """Parameters that checkpoints of Whisper lack: the biases of keys, which are zero."""
+    if config.audio is None:
+        return 0
+    return config.hidden_size * (config.audio.num_layers + 2 * config.num_layers)
 
 
 def test_every_option_is_known_here():
@@ -94,8 +109,11 @@ def test_parameters_and_context(option: str):
         device=torch.device("meta"),
         attention_backend="reference",
         num_image_rows=1,
+        cross=None
+        if config.audio is None
+        else CrossSpace(num_windows=1, num_keys=1500, block_size=16, dtype=config.dtype),
     )
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters()) - zero_biases(config)
     assert (count, config.max_model_len) == KNOWN[option]
 
 
@@ -107,6 +125,9 @@ def test_the_plan_holds_the_weights_and_the_cache(option: str):
     size = KNOWN[option][0] * source.dtype.itemsize
     # Beside the parameters there are tables of rotary positions, and norms in float32.
     tower = TOWERS.get(option, 0) * source.dtype.itemsize
+    if source.cross is not None:  # the caches of cross attention count as weights
+        width = 2 * source.config.num_layers * source.config.hidden_size * source.dtype.itemsize
+        size += width * source.cross.num_blocks * source.cross.block_size
     assert size - tower <= plan.weights_bytes <= size + (80 << 20)
     given = source.checkpoint.hf_config
     if "num_key_value_heads" in given and "layer_types" not in given:
@@ -126,9 +147,13 @@ def test_transformers_counts_as_many_parameters(option: str):
     section = load_config([f"model={option}", "model.load_format=dummy"]).model
     hf_config = dict(open_checkpoint(section).hf_config)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**hf_config)
+        is_whisper = hf_config["model_type"] == "whisper"
+        kind = (
+            transformers.AutoModelForSpeechSeq2Seq
+            if is_whisper
+            else transformers.AutoModelForCausalLM
         )
+        model = kind.from_config(transformers.AutoConfig.for_model(**hf_config))
     tensors = [
         *model.parameters(),
         # This bias is a buffer in transformers, and a parameter in this package.

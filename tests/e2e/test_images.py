@@ -162,14 +162,14 @@ def test_the_clients_of_all_dialects_get_the_same_answer(server, expected):
 
 
 def test_the_pixels_matter_and_equal_ones_are_computed_once(server):
-    before = server.metrics()["ostinato_images_encoded_total"]
+    before = server.metrics()["ostinato_inputs_encoded_total"]
     new = picture(77)
     first = ask(server, message("w95", part(new), "w96"))
     assert ask(server, message("w95", part(picture(78)), "w96")) != first
     assert ask(server, message("w95", part(new), "w96")) == first
     metrics = server.metrics()
-    assert metrics["ostinato_images_encoded_total"] == before + 2
-    assert metrics["ostinato_requests_waiting_for_images"] == 0
+    assert metrics["ostinato_inputs_encoded_total"] == before + 2
+    assert metrics["ostinato_requests_waiting_for_encodings"] == 0
 
 
 def test_fetched_images(server, files):

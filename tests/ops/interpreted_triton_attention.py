@@ -19,6 +19,7 @@ from ostinato.ops.backends import triton_tiles
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
 from ostinato.ops.backends.triton import BACKEND, write_kv
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
+from tests.ops.cross_problems import check_cross, cross_problem
 from tests.ops.exact_fp8 import FP8, convert_exactly
 from tests.ops.widened_bfloat16 import widen_products_of_bfloat16
 
@@ -143,6 +144,23 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter would multiply bfloat16's raw 16-bit integers, so operands are widened."""
     widen_products_of_bfloat16(monkeypatch)
     check(BACKEND, MIXED, shape(4, 1, 64, 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
+def test_cross_attention(dtype: torch.dtype) -> None:
+    problem = cross_problem(
+        num_rows=5, lengths=[1, 16, 150, 270], heads=(4, 2), dtype=dtype, cache_dtype=dtype
+    )
+    check_cross(BACKEND.run_cross, write_kv_of_backend, problem)
+
+
+def write_kv_of_backend(*arguments: torch.Tensor) -> None:
+    k, v, k_cache, v_cache, slots = arguments
+    one = torch.zeros(1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        torch.zeros(2, dtype=torch.int32), one, one[None], slots, torch.ones(1, dtype=torch.int64)
+    )
+    write_kv(torch.empty_like(k), k, v, k_cache, v_cache, metadata)
 
 
 @settings(

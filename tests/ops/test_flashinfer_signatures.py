@@ -105,6 +105,8 @@ def test_why_unsupported() -> None:
 
     assert BACKEND.why_unsupported(spec()) == "needs a CUDA device, but the model is on cpu"
     assert why_shape_unsupported(spec()) is None
+    reason = why_shape_unsupported(spec(has_cross=True))
+    assert reason == "computes no cross attention; graphs.attention=triton does"
     assert why_shape_unsupported(spec(dtype=torch.float32)) == (
         "needs float16 or bfloat16, but the model has torch.float32"
     )

@@ -20,7 +20,6 @@ from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch, num_ca
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import (
-    AdmittedSequence,
     BlockTransfer,
     ScheduledSequence,
     SchedulerOutput,
@@ -38,8 +37,9 @@ def mix(digest: int, entry: object) -> int:
 
 
 def salt_number(request: Request) -> int:
-    """The request's salt as an integer, so that digests depend on it."""
-    return int.from_bytes(request.cache_salt.encode())
+    """The request's salt and its audio as an integer, so that digests depend on them."""
+    audio = b"" if request.audio is None else request.audio.digest
+    return int.from_bytes(request.cache_salt.encode() + audio)
 
 
 def to_token(digest: int) -> int:
@@ -127,7 +127,6 @@ class Row:
     last_token: int | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
     num_candidates: int = 0  # how many of the likeliest tokens a beam search asks for
-    encoder_slots: list[int] = field(default_factory=list)  # first slots of its encoder's blocks
     held_at: int | None = None  # the position that gave no token and is to be computed again
     num_holds: int = 0  # consecutive steps without a token
 
@@ -164,7 +163,6 @@ class SimulatedDevice:
                 salt_number(request),
                 prompt_token_ids=request.prompt_token_ids,
                 num_candidates=(num_candidates(request) if request.sampling.use_beam_search else 0),
-                encoder_slots=self._encode(admitted),
             )
         self._copy(output.block_copies)
         for entry in output.scheduled:
@@ -234,16 +232,6 @@ class SimulatedDevice:
                     del self._tiers[place]
                     self.lost_places.append(place)
 
-    def _encode(self, admitted: AdmittedSequence) -> list[int]:
-        """Write a mark of the request into the blocks of its encoder's keys and values."""
-        slots: list[int] = []
-        for block_ids in admitted.other_block_ids:
-            assert len(block_ids) * self.block_size >= admitted.request.num_encoder_tokens
-            slots += [block_id * self.block_size for block_id in block_ids]
-        for slot in slots:
-            self._first[slot] = (-2, hash(admitted.request.request_id), slot)
-        return slots
-
     def written_slots(self, output: SchedulerOutput) -> set[int]:
         """Slots of the memory that a step writes."""
         return {
@@ -257,8 +245,6 @@ class SimulatedDevice:
         row.block_table += entry.new_block_ids
         loaded = {block_id for load in self.loads for block_id in load.block_ids}
         assert not loaded.intersection(row.block_table), "a block is used before it is loaded"
-        mark = hash(row.request_id)
-        assert all(self._first[slot] == (-2, mark, slot) for slot in row.encoder_slots)
         assert len(set(row.block_table)) == len(row.block_table), "a block is in a table twice"
         assert all(0 < block_id < self.total_blocks for block_id in row.block_table)
         if row.num_computed_tokens is None:

@@ -7,7 +7,7 @@ from collections import deque
 from ostinato.conf.cache.cache_schema import StorePolicy
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, KVGroup
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.kv.load_costs import LoadCosts
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.scheduling.itl_bound import ItlBound
@@ -48,7 +48,6 @@ class SimulatedEngine:
         target_s: float = 0.0,
         drafter: OracleDrafter | SimulatedDrafter | SimulatedHeadDrafter | None = None,
         tiers: TierIndex | None = None,
-        num_cross_groups: int = 0,
         score_tokens: float = 0.0,
         hold_seed: int | None = None,
         num_lanes: int = 1,
@@ -74,7 +73,6 @@ class SimulatedEngine:
             block_size,
             enable_prefix_caching=prefix_caching,
             tiers=tiers,
-            groups=(KVGroup("self"), *[KVGroup("cross", grows=False)] * num_cross_groups),
         )
         self.costs, self.target_s = costs, target_s
         bound = None if costs is None else ItlBound(costs, target_s, least_chunk=block_size)

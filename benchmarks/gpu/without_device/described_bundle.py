@@ -128,11 +128,12 @@ def _check(plan: EnginePlan) -> None:
             "compile.gpu compiles no programs with low-rank adapters; leave lora at its "
             "defaults, or compile on a machine with the GPU"
         )
-    if source.config.vision is not None:
-        raise StartupError(
-            f"compile.gpu compiles models of texts, and {source.config.architecture} takes images; "
-            "compile on a machine with the GPU"
-        )
+    for inputs, tower in (("images", source.config.vision), ("audio", source.config.audio)):
+        if tower is not None:
+            raise StartupError(
+                f"compile.gpu compiles models of texts, and {source.config.architecture} takes "
+                f"{inputs}; compile on a machine with the GPU"
+            )
     if plan.backend != "triton":
         raise StartupError(
             f"compile.gpu compiles the kernels of graphs.attention=triton, and this model takes "

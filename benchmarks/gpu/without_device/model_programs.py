@@ -216,7 +216,7 @@ def _fake_batch(
     *,
     has_adapters: bool = False,
 ) -> ForwardBatch:
-    fixed = {Size.blocks: num_blocks, Size.encoder_blocks: 1}
+    fixed = {Size.blocks: num_blocks}
     with mode:
         tensors: dict[str, Tensor] = {
             name: torch.empty(

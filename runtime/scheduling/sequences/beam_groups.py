@@ -120,8 +120,7 @@ class BeamGroups:
                 child = parent
                 if parent in children:  # the first child took over the parent's sequence
                     child = group.fork(parent)
-                    for held, empty in zip(parent.block_tables, child.block_tables, strict=True):
-                        self._cache.fork(held, empty)
+                    self._cache.fork(parent.block_table, child.block_table)
                     child.num_computed_tokens = parent.num_computed_tokens
                 children.append(child)
             for sequence in group.sequences:

@@ -64,14 +64,12 @@ class Sequence:
         request: the request. `sampling.n` is ignored, because each completion is a request.
         order: a unique key. A sequence with a smaller key runs first.
         max_model_len: tokens of prompt plus output that one sequence may have.
-        block_tables: empty block tables, one for each KV cache group; None = one table without a
-            cache salt.
+        block_table: an empty block table; None = a table without a cache salt.
     """
 
     __slots__ = (
         "beam",
         "block_table",
-        "block_tables",
         "decoded_at",
         "draft",
         "draft_record",
@@ -105,7 +103,7 @@ class Sequence:
         request: Request,
         order: tuple[int, ...],
         max_model_len: int,
-        block_tables: tuple[BlockTable, ...] | None = None,
+        block_table: BlockTable | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -147,8 +145,7 @@ class Sequence:
             None if sampling.prompt_logprobs is None or request.output_token_ids else []
         )
 
-        self.block_tables = (BlockTable(),) if block_tables is None else block_tables
-        self.block_table = self.block_tables[0]  # the table of the first KV cache group
+        self.block_table = block_table or BlockTable()
 
         room = max_model_len - self.num_prompt_tokens
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -166,8 +163,7 @@ class Sequence:
 
     def fork(self, order: tuple[int, ...], max_model_len: int) -> Sequence:
         """A waiting sequence with the same tokens; it holds no blocks yet."""
-        tables = tuple(table.fork() for table in self.block_tables)
-        other = Sequence(self.request, order, max_model_len, tables)
+        other = Sequence(self.request, order, max_model_len, self.block_table.fork())
         other.token_ids = self.token_ids[:]
         other.num_cached_tokens = self.num_cached_tokens
         other.prompt_logprobs = self.prompt_logprobs

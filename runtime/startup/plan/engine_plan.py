@@ -16,16 +16,14 @@ from ostinato.graphs.buckets import BucketTable
 from ostinato.models.base import AuxStates
 from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs
 from ostinato.models.kv_cache import KVCacheSpec
-from ostinato.models.registry import class_of
 from ostinato.models.sharding import WHOLE, Shard
-from ostinato.models.step_tensors import StepSizes, num_kv_groups
+from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionSpec, backends_of, load_backend, select_backend
 from ostinato.ops.fused.fused_linear import warm_up_tokens
 from ostinato.ops.moe.flashinfer_experts import why_unsupported
 from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.ops.quantized import GPU_TILE_TOKENS
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, GIB, MemoryPlan
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
 from ostinato.runtime.startup.plan.planning import bucket_table, count_graphs, plan_engine
@@ -124,16 +122,6 @@ class EnginePlan:
         own = [layer - first for layer in inputs.layers if first <= layer < first + count]
         num_earlier = sum(layer < first for layer in inputs.layers)
         return AuxStates(own, num_earlier=num_earlier) if own or num_earlier else None
-
-    @property
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The KV cache groups, as the model's step tensors declare them.
-
-        A sequence has one block table for each group.
-        """
-        table = class_of(self.source.config).step_tensors
-        further = range(1, num_kv_groups(table))
-        return (KVGroup("self"), *(KVGroup(f"group {index}", grows=False) for index in further))
 
     @property
     def determinism(self) -> Literal["bitwise", "none"]:

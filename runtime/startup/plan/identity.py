@@ -43,6 +43,7 @@ def compute_identity(plan: EnginePlan) -> dict[str, str]:
         "attention": plan.backend,
         "experts": str(plan.experts),
         "images": repr(source.images),
+        "audio": repr(source.audio),
     }
     if model.load_format is LoadFormat.dummy:
         identity["weights"] = f"dummy {model.seed}"

@@ -18,6 +18,7 @@ from ostinato.conf.speculation.speculation_schema import (
     SpeculationConfig,
     SpeculationMethod,
 )
+from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import (
     Checkpoint,
@@ -33,18 +34,19 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.draft_heads.draft_head_model import shard_of_tables
 from ostinato.models.draft_heads.eagle3 import is_head_config, read_head_config
 from ostinato.models.draft_heads.next_token import read_next_token_config
-from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.kv_cache import CrossSpace, KVCacheSpec
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.stage_layers import with_layers
-from ostinato.models.step_tensors import num_kv_groups
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.plan.adapter_space import adapter_space
+from ostinato.runtime.startup.plan.audio_source import cross_space, read_audio
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
 from ostinato.runtime.startup.plan.device import resolve_device
 from ostinato.runtime.startup.plan.image_source import count_image_rows, read_images
@@ -79,6 +81,8 @@ class ModelSource:
     adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
     images: ImageSpec | None = None  # how the model takes images; None = it takes none
     num_image_rows: int = 0  # embeddings of images that can be kept at once
+    audio: AudioSpec | None = None  # how the model takes audio; None = it takes none
+    cross: CrossSpace | None = None  # the room for keys and values that cross attention reads
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -176,9 +180,11 @@ def open_model(
         exchange=exchange,
         speculation=config.speculation,
         head_inputs=head_inputs,
-        adapters=_adapter_space(config, model_config),
+        adapters=adapter_space(config, model_config),
         images=images,
         num_image_rows=count_image_rows(config, images),
+        audio=read_audio(config, checkpoint, model_config),
+        cross=cross_space(config, model_config, cache_dtype),
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model or not shard.is_leader:
@@ -334,8 +340,8 @@ def _why_no_draft(draft: ModelSource) -> str | None:
         return f"{draft.config.architecture} does not generate"
     if draft.config.vision is not None:
         return f"{draft.config.architecture} takes images, and a draft model sees none"
-    if num_kv_groups(class_of(draft.config).step_tensors) > 1:
-        return f"{draft.config.architecture} has an encoder"
+    if draft.config.audio is not None:
+        return f"{draft.config.architecture} takes audio, and a draft model hears none"
     return None
 
 
@@ -352,31 +358,6 @@ def _why_other_vocabulary(
     if paths[0] is None or paths[1] is None:
         return None
     return vocabulary_difference(paths[0], paths[1])
-
-
-def _adapter_space(config: EngineConfig, model: ModelConfig) -> AdapterSpace | None:
-    """The room for low-rank adapters that the configuration asks for.
-
-    Raises:
-        StartupError: the model cannot have adapters.
-    """
-    lora = config.lora
-    if not lora.num_slots:
-        return None
-    if model.vision is not None:
-        raise StartupError(
-            f"lora.max_adapters={lora.num_slots}, but {model.architecture} takes images, and such "
-            "models have no adapters; merge the adapter into the checkpoint, and leave the section "
-            "lora at its defaults"
-        )
-    if not issubclass(class_of(model), Decoder):
-        how = "runs through transformers" if model.kind.generates else "is an encoder"
-        raise StartupError(
-            f"lora.max_adapters={lora.num_slots}, but {model.architecture} {how}, and only native "
-            "decoders take adapters; merge the adapter into the checkpoint, and leave the section "
-            "lora at its defaults"
-        )
-    return AdapterSpace(num_slots=lora.num_slots, max_rank=lora.max_rank)
 
 
 def _exchange(config: EngineConfig, device: torch.device) -> Exchange:
@@ -443,6 +424,7 @@ def model_skeleton(
             experts=experts,
             adapters=source.adapters,
             num_image_rows=source.num_image_rows,
+            cross=source.cross,
         )
     except ValueError as error:
         if source.shard.size == 1 or experts is not ExpertKernels.auto:

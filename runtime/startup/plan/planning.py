@@ -22,8 +22,9 @@ from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.adapter_slots import AdapterSlots
+from ostinato.models.layers.cross_attention_layer import CrossAttention
 from ostinato.models.stage_layers import num_bytes
-from ostinato.models.step_tensors import StepSizes, num_kv_groups
+from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, workspace_bytes
 from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.costs.cost_table import CostTable
@@ -154,8 +155,6 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         qkv_size=model.qkv_size(source.shard),
         dtype_bytes=source.dtype.itemsize,
         max_model_len=model.max_model_len,
-        num_fixed_groups=num_kv_groups(type(skeleton).step_tensors) - 1,
-        max_encoder_tokens=model.max_encoder_tokens,
         sampling_bytes=sampling_bytes(limits.max_num_rows, limits.max_num_seqs, model.vocab_size)
         if model.kind.generates and stage.is_last
         else 0,
@@ -163,6 +162,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
             module.num_bytes for module in skeleton.modules() if isinstance(module, AdapterSlots)
         ),
         image_bytes=_image_bytes(skeleton),
+        audio_bytes=_audio_bytes(skeleton),
         workspace_bytes=handoff
         + _encoding_bytes(source)
         + workspace_bytes(
@@ -185,9 +185,25 @@ def _image_bytes(skeleton: LanguageModel) -> int:
     return tables + (0 if skeleton.vision is None else num_bytes(skeleton.vision))
 
 
+def _audio_bytes(skeleton: LanguageModel) -> int:
+    """Bytes of the audio tower and of the caches of cross attention on this rank."""
+    if not isinstance(skeleton, Decoder) or skeleton.audio is None:
+        return 0
+    layers = (module for module in skeleton.modules() if isinstance(module, CrossAttention))
+    caches = sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers)
+    return caches + num_bytes(skeleton.audio)
+
+
 def _encoding_bytes(source: ModelSource) -> int:
-    """Memory for computing the embeddings of the largest image."""
-    vision, images = source.config.vision, source.images
+    """Memory for encoding the largest image, or a window of audio."""
+    vision, images, audio = source.config.vision, source.images, source.config.audio
+    if audio is not None:
+        # As below, for each position, and a spectrogram in float32 of two frames for each position.
+        # The first convolution has two results for each position, and three times its inputs.
+        values = 9 * audio.hidden_size + 3 * audio.intermediate_size
+        values += 8 * audio.hidden_size + 8 * audio.num_bins
+        num_values = audio.num_positions * values
+        return source.dtype.itemsize * num_values + 8 * audio.num_positions * audio.num_bins
     if vision is None or images is None:
         return 0
     # For each patch: hidden states before and after a layer, norms, queries, keys, values and

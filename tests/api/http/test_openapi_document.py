@@ -52,7 +52,8 @@ def test_every_operation_says_what_it_takes_and_answers(document):
         for status, response in operation["responses"].items():
             assert response["content"], (name, status)
         if name.startswith("post /v1/") and not name.endswith("/cancel"):
-            body = operation["requestBody"]["content"]["application/json"]["schema"]
+            (content,) = operation["requestBody"]["content"].values()
+            body = content["schema"]
             assert body["additionalProperties"] is False, name
             assert {"400", "404", "413", "415", "429", "503"} <= operation["responses"].keys()
 

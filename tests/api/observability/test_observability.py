@@ -207,7 +207,7 @@ class TestMetrics:
             num_running=3,
             num_waiting=5,
             num_waiting_for_grammar=1,
-            num_waiting_for_images=2,
+            num_waiting_for_encodings=2,
             num_blocks=10,
             num_free_blocks=4,
             num_prompt_tokens=100,

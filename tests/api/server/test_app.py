@@ -219,7 +219,7 @@ class TestTheRequestsName:
     [
         ("/pooling", "use /v1/embeddings"),
         ("/v1/files", "use `run batch`"),
-        ("/v1/audio/transcriptions", "it needs audio models"),
+        ("/v1/audio/speech", "it needs text-to-speech models"),
         ("/sleep", "it needs models that can be unloaded while the server runs"),
         ("/what", "GET /schema lists the endpoints"),
     ],

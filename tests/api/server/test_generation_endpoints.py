@@ -242,9 +242,12 @@ async def asgi_post(app, path: str, body: dict, *, disconnect: asyncio.Event) ->
 
 
 class TestDisconnect:
-    def test_of_a_stream(self, make_app):
+    @pytest.mark.parametrize(
+        ("prompt", "aborted"), [("Hi", ["cmpl-me"]), ([[1], [2]], ["cmpl-me-0", "cmpl-me-1"])]
+    )
+    def test_of_a_stream(self, make_app, prompt, aborted):
         app = make_app([HELLO[0], None])
-        body = {"prompt": "Hi", "stream": True, "request_id": "me"}
+        body = {"prompt": prompt, "stream": True, "request_id": "me"}
 
         async def scenario() -> list[dict]:
             return await asyncio.wait_for(
@@ -256,7 +259,7 @@ class TestDisconnect:
 
         sent = asyncio.run(scenario())
         assert b"Hel" in sent[1]["body"]
-        assert app.engine.aborted == ["cmpl-me"]
+        assert sorted(app.engine.aborted) == aborted
         assert app.engine.num_unfinished == 0
 
     def test_of_a_reply_that_is_not_streamed(self, make_app):

@@ -75,7 +75,7 @@ def test_a_cached_prefix_with_an_image_is_used(served):
     after = llm._engine.stats()
     cached = after.prefix_hits - before.prefix_hits
     assert images[0].end <= cached <= len(longer)
-    assert after.num_images_encoded == before.num_images_encoded
+    assert after.num_inputs_encoded == before.num_inputs_encoded
     check_greedy(model, longer, images, answer)
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.models.step_tensors import GridTensors
 from ostinato.runtime.execution.batch_builder import BatchBuilder
-from ostinato.runtime.execution.executor import AdvanceImages, BeginImage
-from ostinato.runtime.execution.images.image_tensor_writer import ImageTensorWriter
-from ostinato.runtime.execution.images.rank_images import RankImages
+from ostinato.runtime.execution.encoding.image_encoder import ImageEncoder
+from ostinato.runtime.execution.encoding.image_tensor_writer import ImageTensorWriter
+from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
+from ostinato.runtime.execution.executor import AdvanceEncodings, BeginEncoding
 from ostinato.runtime.images.grid_positions import grid_positions
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
@@ -40,17 +41,17 @@ def prompts(draw: st.DrawFn) -> Request:
     )
 
 
-def make_images(requests: list[Request]) -> tuple[RankImages, torch.Tensor]:
+def make_images(requests: list[Request]) -> tuple[RankEncoder, torch.Tensor]:
     """A rank with the embeddings of all images."""
     table = torch.zeros(1 + NUM_ROWS, WIDTH)
-    rank = RankImages(ToyTower(), [table], SPEC)
+    rank = RankEncoder(ImageEncoder(ToyTower(), [table], SPEC))
     images = {image.digest: image for one in requests for image in one.images}
     row = 1
     for digest, image in images.items():
         rows = list(range(row, row + image.num_tokens))
         row += image.num_tokens
-        rank.begin(BeginImage(digest, rows, image.height, image.width, image.pixels, []))
-    rank.advance(AdvanceImages(60.0, []))
+        rank.begin(BeginEncoding(digest, rows, image.shape, image.pixels, []))
+    rank.advance(AdvanceEncodings(60.0, []))
     return rank, table
 
 
@@ -99,7 +100,7 @@ def check(
     begin: int,
     entry: ScheduledSequence,
     request: Request,
-    rank: RankImages,
+    rank: RankEncoder,
     table: torch.Tensor,
 ) -> None:
     """Compare each token of a sequence with its prompt, one by one."""

@@ -327,7 +327,7 @@ class TestSteps:
         stream.close()
         # The next request is aborted before its grammar is built.
         new = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[q-z]{9}"))
-        request = overlapped._make_requests(EncodedPrompt(token_ids=[3, 4]), new)[0]
+        request = overlapped._generator.make_requests(EncodedPrompt(token_ids=[3, 4]), new)[0]
         overlapped._engine.add_request(request)
         assert overlapped._engine.abort(request.request_id).finish_reason is FinishReason.abort
         check_nothing_left(overlapped)

@@ -16,10 +16,10 @@ def shared_blocks(length: int, first: list[PromptImage], second: list[PromptImag
     """How many blocks of a prompt with equal tokens and other images are found in the cache."""
     cache = KVCacheManager(64, BLOCK)
     token_ids = [7] * length
-    (table,) = cache.new_tables(length, images=first)
+    table = cache.new_table(length, images=first)
     assert cache.admit(table, cache.match_prefix(table, token_ids, length), length)
     cache.register(table, token_ids, length)
-    (other,) = cache.new_tables(length, images=second)
+    other = cache.new_table(length, images=second)
     return len(cache.match_prefix(other, token_ids, length).block_ids)
 
 

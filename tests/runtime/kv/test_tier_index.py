@@ -108,7 +108,7 @@ def test_a_block_that_an_output_fills_is_not_copied_in_the_same_step(cause: str)
     """Another prompt can share the block in the step that fills it. The block is not full yet."""
     index = opened(9)
     cache = KVCacheManager(9, 4, tiers=index)
-    (first,) = cache.new_tables(4)
+    first = cache.new_table(4)
     assert cache.admit(first, PrefixMatch([]), 4)
     cache.register(first, [1, 2, 3, 4], 4)
     assert index.take_stores() == []
@@ -116,7 +116,7 @@ def test_a_block_that_an_output_fills_is_not_copied_in_the_same_step(cause: str)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     cache.register(first, tokens, 8)  # the step computes the last output token, 8
     if cause == "hit":
-        (second,) = cache.new_tables(9)
+        second = cache.new_table(9)
         match = cache.match_prefix(second, [*tokens, 9], 8)
         assert match.block_ids == first.block_ids
         assert cache.admit(second, match, 9)
@@ -134,7 +134,7 @@ def test_salted_blocks_are_not_copied_for_any_reason() -> None:
     index.set_buffers(9)
     cache = KVCacheManager(3, 4, tiers=index)
     for num_found in (0, 1):
-        (table,) = cache.new_tables(8, "salt")
+        table = cache.new_table(8, "salt")
         match = cache.match_prefix(table, range(8), 7)
         assert len(match.block_ids) == num_found
         assert cache.admit(table, match, 8)

@@ -172,20 +172,6 @@ def test_weights_that_do_not_fit_are_refused():
         plan(QWEN, GIB)
 
 
-def test_blocks_of_further_kv_groups_are_planned():
-    """1500 encoder tokens take 94 blocks in each of two groups; 512 other tokens take 32 blocks."""
-    cross = replace(SMALL, num_fixed_groups=2, max_encoder_tokens=1500)
-    ledger = plan(cross)
-    assert ledger.num_blocks == 64 * (32 + 2 * 94) + 1
-    assert ledger.num_full_sequences == 64.0
-    small = plan(cross, memory_gib=200 * 16384 / GIB)
-    assert small.max_model_len == (200 - 1 - 2 * 94) * 16
-    with pytest.raises(StartupError, match=r"lower model.max_model_len to at most 176"):
-        plan(cross, memory_gib=200 * 16384 / GIB, max_model_len=177)
-    with pytest.raises(StartupError, match="16 tokens: its KV blocks need 3"):
-        plan(cross, memory_gib=180 * 16384 / GIB)
-
-
 def test_less_than_one_block_is_refused():
     with pytest.raises(StartupError, match="one sequence of 16 tokens"):
         plan(memory_gib=1e-6)
@@ -198,7 +184,6 @@ def test_less_than_one_block_is_refused():
     is_cpu=st.booleans(),
     memory_gib=st.none() | st.floats(0.001, 32.0),
     length=st.none() | st.integers(1, 512),
-    encoder_tokens=st.sampled_from([0, 1500]),
     tier_bytes=st.sampled_from([0, 64 * MIB]),
 )
 def test_a_plan_never_promises_what_is_not_there(
@@ -208,15 +193,12 @@ def test_a_plan_never_promises_what_is_not_there(
     is_cpu: bool,
     memory_gib: float | None,
     length: int | None,
-    encoder_tokens: int,
     tier_bytes: int,
 ):
     try:
         ledger = plan(
             replace(
                 SMALL,
-                num_fixed_groups=1,
-                max_encoder_tokens=encoder_tokens,
                 tier_bytes=tier_bytes,
             ),
             free=free,

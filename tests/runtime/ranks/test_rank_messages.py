@@ -15,6 +15,7 @@ from ostinato.runtime.ranks.messages import (
     for_other_ranks,
     rank_decoder,
 )
+from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
@@ -53,14 +54,12 @@ def test_a_step_arrives_as_it_was_sent_without_what_only_sampling_needs() -> Non
             prompt_token_ids=[6],
             sampling=SamplingParams(),
             pooling=PoolingParams(),
-            num_encoder_tokens=7,
+            audio=PromptAudio(digest=b"d", num_bins=1, num_frames=1),
         ),
     ]
     output = SchedulerOutput(
         scheduled=[ScheduledSequence(row, 0, 3, [1, 2, 3], [row + 1], 1) for row in range(3)],
-        admitted=[
-            AdmittedSequence(row, request, [9], [[row]]) for row, request in enumerate(requests)
-        ],
+        admitted=[AdmittedSequence(row, request, [9]) for row, request in enumerate(requests)],
         num_tokens=9,
         block_copies=[(1, 2)],
     )
@@ -75,8 +74,7 @@ def test_a_step_arrives_as_it_was_sent_without_what_only_sampling_needs() -> Non
     plain, scored, pooled = step.output.admitted
     assert [one.row for one in step.output.admitted] == [0, 1, 2]
     assert plain.request.prompt_token_ids == []
-    assert plain.other_block_ids == [[0]]
     assert scored.request.prompt_token_ids == [4, 5]
     assert scored.request.sampling.prompt_logprobs == 2
     assert pooled.request.pooling == PoolingParams()
-    assert pooled.request.num_encoder_tokens == 7
+    assert pooled.request.audio == requests[-1].audio

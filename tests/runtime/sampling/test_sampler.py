@@ -19,6 +19,7 @@ from ostinato.runtime.sampling.sampler import Sampler, sampling_bytes
 from ostinato.runtime.types.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
+from ostinato.runtime.types.transcript_rules import TranscriptRules
 from tests.graphs.test_capture import StaticRecorder
 from tests.live_bytes import LiveBytes
 
@@ -135,6 +136,9 @@ def test_a_tiny_temperature_is_greedy() -> None:
         assert sample(sampler, [ROW], position).token_ids == [4]
 
 
+RULES = TranscriptRules(
+    suppressed=(7,), end_id=1000, first_timestamp_id=1004, max_initial_timestamp=50
+)
 EVERYTHING = [
     SamplingParams(temperature=1.3, seed=1),
     SamplingParams(temperature=0.9, seed=2, top_k=5),
@@ -145,6 +149,8 @@ EVERYTHING = [
     SamplingParams(temperature=0.8, seed=4, logprobs=3, frequency_penalty=0.3, top_k=700),
     SamplingParams(temperature=0.7, seed=5, logprobs=0, logprob_token_ids=(6, 1)),
     SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, transcript=RULES),
+    SamplingParams(temperature=1.0, seed=6, transcript=RULES),
 ]
 
 
@@ -201,6 +207,22 @@ def test_sampling_stays_within_its_memory() -> None:
         sampler = sampler_of(params, vocab_size, token_sampler)
         sampler.sample(logits, list(range(rows)), [3] * rows)
     assert 25 * rows * vocab_size < live.peak <= sampling_bytes(rows, rows, vocab_size)
+
+
+def test_transcripts_stay_within_their_memory() -> None:
+    """Beside a row without rules, so that the rows with rules are copied."""
+    rows, vocab_size = 3, 2_000_000
+    plain = SamplingParams(temperature=1.0, seed=1, top_p=0.9, logprobs=20, presence_penalty=0.1)
+    rules = TranscriptRules(
+        suppressed=tuple(range(100)), end_id=1_990_000, first_timestamp_id=1_998_000
+    )
+    ruled = msgspec.structs.replace(plain, transcript=rules)
+    with LiveBytes() as live:
+        logits = torch.randn(rows, vocab_size)
+        token_sampler = GraphSampler(torch.zeros(rows, vocab_size))
+        sampler = sampler_of([ruled, plain, ruled], vocab_size, token_sampler)
+        sampler.sample(logits, list(range(rows)), [3] * rows)
+    assert 15 * rows * vocab_size < live.peak <= sampling_bytes(rows, rows, vocab_size)
 
 
 @pytest.mark.parametrize("guess", [7, 8])

@@ -14,6 +14,7 @@ from ostinato.conf.root import RunConfig
 from ostinato.runtime.types.outputs import CompletionOutput
 from ostinato.runtime.types.params import ThinkingLimit
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+from ostinato.runtime.types.transcript_rules import TranscriptRules
 from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import make_prompts
 from tests.runtime.mask_clock import MaskClock
@@ -39,6 +40,14 @@ def seeded(**changes: object) -> SamplingParams:
     return msgspec.structs.replace(SEEDED, **changes)
 
 
+TIMED = TranscriptRules(
+    suppressed=(3, 4),
+    suppressed_first=(5, 6),
+    end_id=2000,
+    first_timestamp_id=2006,
+    no_timestamps_id=2005,
+    max_initial_timestamp=50,
+)
 SAMPLING = {
     "greedy": seeded(temperature=0.0),
     "seeded": SEEDED,
@@ -65,6 +74,14 @@ SAMPLING = {
         max_tokens=20,
     ),
     "beams": SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6, ignore_eos=True),
+    "transcript": seeded(temperature=0.0, transcript=TIMED),
+    "transcript, seeded": seeded(transcript=TIMED),
+    "transcript without timestamps": seeded(
+        transcript=TranscriptRules(suppressed=(3, 4), suppressed_first=(5, 6), end_id=2000)
+    ),
+    "transcript, beams": SamplingParams(
+        use_beam_search=True, n=2, best_of=3, max_tokens=6, ignore_eos=True, transcript=TIMED
+    ),
 }
 
 

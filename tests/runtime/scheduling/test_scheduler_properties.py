@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from ostinato.conf.cache.cache_schema import StorePolicy
 from ostinato.conf.schema import SchedulingPolicy
 from ostinato.runtime.kv.tier_index import TierIndex
+from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -24,6 +25,7 @@ from tests.runtime.simulated_device import EOS, VOCAB_SIZE
 from tests.runtime.simulated_engine import SimulatedEngine, make_tiers
 
 MAX_MODEL_LEN = 32
+AUDIO = [PromptAudio(digest=bytes([number]), num_bins=1, num_frames=1) for number in (1, 2)]
 POLICIES = list(SchedulingPolicy)
 SCORE_MS = st.none() | st.floats(0.0, 1.0)
 
@@ -64,7 +66,7 @@ def requests(draw: st.DrawFn, request_id: str = "r") -> Request:
         priority=draw(st.integers(0, 2)),
         place=draw(st.sampled_from([0, 0, 0, 1, 2, 6])),
         cache_salt=draw(st.sampled_from(["", "", "salt"])),
-        num_encoder_tokens=draw(st.integers(0, 6)),
+        audio=draw(st.sampled_from([None, None, *AUDIO])),
     )
 
 
@@ -74,10 +76,8 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
     least_blocks = -(-MAX_MODEL_LEN // block_size) + 1
     max_num_seqs = draw(st.integers(1, 6))
     accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
-    num_cross_groups = draw(st.sampled_from([0, 0, 0, 1, 2]))
     # These tests do not combine drafts with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
-    least_blocks += num_cross_groups * -(-6 // block_size)
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
@@ -102,7 +102,6 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
             stores_salted=draw(st.booleans()),
         ),
         num_lanes=num_lanes,
-        num_cross_groups=num_cross_groups,
         hold_seed=draw(st.sampled_from([None, None, 1, 2, 3])),
     )
 

@@ -7,7 +7,7 @@ import numpy as np
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.models.step_tensors import GridTensors, ImageTensors
 from ostinato.models.vision.image_spec import ImageSpec
-from ostinato.runtime.execution.images.rank_images import RankImages
+from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
 from ostinato.runtime.images.grid_positions import grid_positions
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
@@ -18,7 +18,7 @@ __all__ = ("ImageTensorWriter",)
 class _Prompt:
     """The image rows and the positions of one prompt."""
 
-    def __init__(self, request: Request, images: RankImages, spec: ImageSpec, *, has_grid: bool):
+    def __init__(self, request: Request, images: RankEncoder, spec: ImageSpec, *, has_grid: bool):
         num_tokens = len(request.prompt_token_ids)
         self.image_rows = np.zeros(num_tokens, dtype=np.int64)  # [num_tokens]
         for image in request.images:
@@ -39,7 +39,7 @@ class ImageTensorWriter:
     """
 
     def __init__(
-        self, buffers: StaticBuffers, images: RankImages | None, spec: ImageSpec | None
+        self, buffers: StaticBuffers, images: RankEncoder | None, spec: ImageSpec | None
     ) -> None:
         self._buffers = buffers
         self._images = images

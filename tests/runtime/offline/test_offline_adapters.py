@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ostinato import LoRARequest
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_files import adapter_digest
-from ostinato.runtime.client.offline_adapters import OfflineAdapters
 from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.offline.offline_adapters import OfflineAdapters
 from tests.runtime.adapter_engine import write_adapter
 
 

@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ostinato.runtime.engine.image_queue import ImageQueue
+from ostinato.runtime.engine.encoding_queue import EncodingQueue
 from ostinato.runtime.engine.pending_requests import PendingRequests
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.execution.executor import AdvanceImages, BeginImage, RankCall
-from ostinato.runtime.execution.images.rank_images import RankImages
+from ostinato.runtime.execution.encoding.image_encoder import ImageEncoder
+from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
+from ostinato.runtime.execution.executor import AdvanceEncodings, BeginEncoding, RankCall
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -32,16 +33,16 @@ class _Ranks:
     calls: list[RankCall] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rank = RankImages(ToyTower(), [self.table], SPEC)
-        self.other = RankImages(None, [None], SPEC)
+        self.rank = RankEncoder(ImageEncoder(ToyTower(), [self.table], SPEC))
+        self.other = RankEncoder(None)
 
     def call(self, call: RankCall) -> list[str]:
         self.calls.append(call)
-        if isinstance(call, BeginImage):
+        if isinstance(call, BeginEncoding):
             self.rank.begin(call)
             self.other.begin(call)
             return ["", ""]
-        assert isinstance(call, AdvanceImages)
+        assert isinstance(call, AdvanceEncodings)
         call = msgspec.structs.replace(call, seconds=0.0)  # one unit
         return [
             " ".join(digest.hex() for digest in rank.advance(call))
@@ -49,16 +50,26 @@ class _Ranks:
         ]
 
 
-def make_queue(num_rows: int = NUM_ROWS) -> tuple[ImageQueue, _Ranks]:
+def make_queue(num_rows: int = NUM_ROWS) -> tuple[EncodingQueue, _Ranks]:
     ranks = _Ranks(torch.zeros(1 + num_rows, WIDTH))
-    return ImageQueue(ranks, num_rows), ranks  # pyright: ignore[reportArgumentType]
+    return EncodingQueue(ranks, num_rows), ranks  # pyright: ignore[reportArgumentType]
 
 
-def request(name: str, images: list[PromptImage]) -> Request:
-    return Request(request_id=name, prompt_token_ids=[1], sampling=SamplingParams(), images=images)
+def request(
+    name: str, images: list[PromptImage], *, group: int = 0, place: int = 0, size: int = 1
+) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=[1],
+        sampling=SamplingParams(),
+        images=images,
+        group=group,
+        place=place,
+        group_size=size,
+    )
 
 
-class ImageQueueMachine(RuleBasedStateMachine):
+class EncodingQueueMachine(RuleBasedStateMachine):
     """Random requests, aborts and ends. What is in the tables is compared with the pixels."""
 
     def __init__(self) -> None:
@@ -73,12 +84,14 @@ class ImageQueueMachine(RuleBasedStateMachine):
             st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2)),
             min_size=1,
             max_size=3,
-        )
+        ),
+        group=st.integers(0, 2),
+        place=st.integers(0, 3),
     )
-    def add(self, seeds: list[tuple[int, int, int]]) -> None:
+    def add(self, seeds: list[tuple[int, int, int]], group: int, place: int) -> None:
         images = [toy_image(*one) for one in seeds]
         self.count += 1
-        one = request(f"r{self.count}", images)
+        one = request(f"r{self.count}", images, group=group, place=place, size=4 if group else 1)
         try:
             self.queue.check(one)
         except InvalidRequestError:
@@ -134,11 +147,11 @@ class ImageQueueMachine(RuleBasedStateMachine):
         del self.ready[name]
 
 
-TestImageQueue = ImageQueueMachine.TestCase
-TestImageQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEncodingQueue = EncodingQueueMachine.TestCase
+TestEncodingQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def run(queue: ImageQueue, most: int = 50) -> list[str]:
+def run(queue: EncodingQueue, most: int = 50) -> list[str]:
     """Advance until nothing waits; returns the requests in the order in which they got ready."""
     ready: list[str] = []
     for _ in range(most):
@@ -149,7 +162,7 @@ def run(queue: ImageQueue, most: int = 50) -> list[str]:
 
 
 def num_begun(ranks: _Ranks) -> int:
-    return sum(isinstance(call, BeginImage) for call in ranks.calls)
+    return sum(isinstance(call, BeginEncoding) for call in ranks.calls)
 
 
 def test_the_same_image_is_computed_once():
@@ -188,6 +201,34 @@ def test_a_later_request_does_not_overtake_one_that_waits_for_rows():
     assert len(ranks.calls) == num_calls  # the ranks have nothing to compute
     queue.release("a")
     assert run(queue) == ["large", "small"]
+
+
+def test_a_file_of_many_windows_leaves_rows_and_turns_to_later_requests():
+    """The windows have two rows each, and the ranks compute one unit at a time."""
+    queue, _ = make_queue(8)
+    for place in range(6):
+        window = [toy_image(10 + place, 2, 1)]
+        queue.add(request(f"file-{place}", window, group=7, place=place, size=6))
+    ready = queue.advance(is_busy=True)
+    queue.add(request("x", [toy_image(1, 2, 1)]))
+    queue.add(request("y", [toy_image(2, 2, 1)]))
+    ready += run(queue, 12)
+    assert ready == ["file-0", "x", "file-1", "file-2"]  # y lacks rows, file-3 has its share
+    queue.release("x")
+    assert run(queue, 12) == ["y"]
+    for place in range(6):
+        queue.release(f"file-{place}")
+        run(queue, 12)
+    assert queue.num_waiting == 0
+    queue.check_integrity()
+
+
+def test_completions_of_one_prompt_share_their_image_at_once():
+    queue, ranks = make_queue(8)
+    for place in range(3):
+        queue.add(request(f"n{place}", [toy_image(1, 3, 2)], group=7, place=place, size=3))
+    assert run(queue) == ["n0", "n1", "n2"]
+    assert num_begun(ranks) == 1
 
 
 def test_the_end_of_a_waiting_request_makes_room_for_the_next():

@@ -1,0 +1,299 @@
+"""Reads how a model takes audio from the files of its checkpoint.
+
+The facts are those of Whisper in transformers 5.24: which key has which effect, and which default.
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.models.audio.languages import LANGUAGES
+from ostinato.models.vision.processor_fields import ProcessorFields, read_processor_fields
+
+__all__ = ("read_audio_spec",)
+
+# A parsed config.json. The alias of models/config is not imported, because it needs torch.
+HFConfig = Mapping[str, Any]
+TokenId = Callable[[str], int | None]
+
+_KIND = "WhisperFeatureExtractor"
+_DEFAULTS = {
+    "feature_size": 80,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "chunk_length": 30,
+    "n_fft": 400,
+    "padding_value": 0.0,
+    "padding_side": "right",
+    "dither": 0.0,
+}
+_KNOWN = {
+    *_DEFAULTS,
+    *("feature_extractor_type", "processor_class", "auto_map"),
+    # The keys below change no spectrogram. The class computes the first three from other keys.
+    *("mel_filters", "n_samples", "nb_max_frames"),
+    *("return_attention_mask", "return_tensors", "do_normalize", "device"),
+}
+_ENGLISH_VOCABULARY = 51864  # tokens of the English checkpoints; all others have more
+_CONVOLUTIONS = 2  # frames of the spectrogram for one state of the encoder
+
+
+def read_audio_spec(
+    path: Path,
+    hf_config: HFConfig,
+    generation_config: HFConfig | None,
+    *,
+    token_id: TokenId,
+) -> AudioSpec:
+    """Read how a model takes audio.
+
+    The language and task that generation_config.json may state as defaults (`language`, `task`,
+    `forced_decoder_ids`) have no effect, because every prompt states its own.
+
+    Args:
+        path: a directory with preprocessor_config.json, or with processor_config.json that has the
+            key `feature_extractor`.
+        hf_config: the parsed config.json.
+        generation_config: the parsed generation_config.json. Without it, or if it is empty, its
+            keys are read from config.json.
+        token_id: gives the id of an added token's text; None if there is no such token.
+
+    Raises:
+        ValueError: a file is missing, or a key has a value that is not supported. The message
+            names the file, the key and the value.
+    """
+    tokens = _Tokens(hf_config, generation_config or {}, token_id)
+    fields = _read_extractor(path)
+    window_s, rate, hop_size = _read_window(fields, hf_config)
+    first_timestamp_id = tokens.required("no_timestamps_token_id", "<|notimestamps|>") + 1
+    num_states = window_s * rate // hop_size // _CONVOLUTIONS
+    tokens.check_timestamps(first_timestamp_id, num_states)
+    languages, tasks = tokens.languages_and_tasks()
+    return AudioSpec(
+        sampling_rate=rate,
+        num_bins=_read_bins(fields, hf_config),
+        fft_size=_read_fft_size(fields, window_s * rate),
+        hop_size=hop_size,
+        window_s=window_s,
+        start_id=tokens.required("decoder_start_token_id", "<|startoftranscript|>"),
+        end_id=tokens.required("eos_token_id", "<|endoftext|>"),
+        no_timestamps_id=first_timestamp_id - 1,
+        first_timestamp_id=first_timestamp_id,
+        languages=languages,
+        transcribe_id=tasks.get("transcribe"),
+        translate_id=tasks.get("translate"),
+        start_of_previous_id=tokens.optional("prev_sot_token_id", "<|startofprev|>"),
+        no_speech_id=tokens.named("<|nospeech|>", "<|nocaptions|>"),
+        timestamp_step_s=window_s / num_states,
+        max_initial_timestamp=tokens.max_initial_timestamp(),
+        suppressed=tokens.listed("suppress_tokens"),
+        suppressed_first=tokens.listed("begin_suppress_tokens"),
+    )
+
+
+def _read_extractor(path: Path) -> ProcessorFields:
+    """The fields of the feature extractor, of which those with one supported value are checked."""
+    source, stated = read_processor_fields(
+        path, "feature_extractor", medium="audio", auto_class="AutoFeatureExtractor"
+    )
+    fields = ProcessorFields(source=source, stated=stated, defaults=_DEFAULTS, medium="audio")
+    name = fields.get("feature_extractor_type")
+    if name is None and "AutoFeatureExtractor" in (fields.get("auto_map") or {}):
+        raise fields.refusal(
+            "auto_map",
+            f"code of the checkpoint is not run; set feature_extractor_type={_KIND}",
+        )
+    if name not in (None, _KIND):
+        raise fields.refusal("feature_extractor_type", f"supported: {_KIND}")
+    fields.refuse_unknown(_KNOWN)
+    for key in ("padding_value", "dither"):
+        if type(fields.get(key)) not in (int, float) or fields.get(key) != 0:
+            raise fields.refusal(key, "it must be 0")
+    if fields.get("padding_side") != "right":
+        raise fields.refusal("padding_side", 'it must be "right"')
+    return fields
+
+
+def _read_window(fields: ProcessorFields, hf_config: HFConfig) -> tuple[int, int, int]:
+    """Seconds of a window, sampling rate, and samples between frames."""
+    window_s, rate = fields.integer("chunk_length"), fields.integer("sampling_rate")
+    hop_size = fields.integer("hop_length")
+    num_frames = window_s * rate // hop_size
+    num_states = _positive(hf_config, "max_source_positions", 1500)
+    if num_frames != _CONVOLUTIONS * num_states:
+        raise ValueError(
+            f"{fields.source}: chunk_length={window_s}, sampling_rate={rate} and hop_length="
+            f"{hop_size} give {num_frames} frames, which must be {_CONVOLUTIONS} times config.json:"
+            f" max_source_positions={num_states}"
+        )
+    return window_s, rate, hop_size
+
+
+def _read_bins(fields: ProcessorFields, hf_config: HFConfig) -> int:
+    num_bins, of_model = fields.integer("feature_size"), _positive(hf_config, "num_mel_bins", 80)
+    if num_bins != of_model:
+        raise fields.refusal(
+            "feature_size", f"it must be that of config.json: num_mel_bins={of_model}"
+        )
+    return num_bins
+
+
+def _read_fft_size(fields: ProcessorFields, num_samples: int) -> int:
+    fft_size = fields.integer("n_fft")
+    if fft_size % 2 or fft_size > num_samples:
+        raise fields.refusal(
+            "n_fft", f"it must be even, and at most {num_samples}, the samples of a window"
+        )
+    return fft_size
+
+
+class _Tokens:
+    """The tokens of prompts, from generation_config.json or the tokenizer.
+
+    Args:
+        hf_config: the parsed config.json.
+        generation_config: the parsed generation_config.json; empty = there is none.
+        token_id: gives the id of an added token's text.
+    """
+
+    def __init__(self, hf_config: HFConfig, generation_config: HFConfig, token_id: TokenId) -> None:
+        self._config = hf_config
+        self._generation = generation_config
+        self._token_id = token_id
+        self._vocab_size = _positive(hf_config, "vocab_size", 51865)
+
+    def optional(self, key: str, text: str) -> int | None:
+        """The token that a key states, else the added token with a text; None without both."""
+        for source, fields in (
+            ("generation_config.json", self._generation),
+            ("config.json", self._config),
+        ):
+            value = fields.get(key)
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if value is not None:
+                return self._checked(value, f"{source}: {key}={json.dumps(fields[key])}")
+        return self.named(text)
+
+    def required(self, key: str, text: str) -> int:
+        """Like `optional`, but an error names the key if there is no such token."""
+        found = self.optional(key, text)
+        if found is None:
+            raise ValueError(
+                f"generation_config.json: {key} is missing, and the tokenizer has no token {text}; "
+                "copy both from the model's original repository"
+            )
+        return found
+
+    def named(self, *texts: str) -> int | None:
+        """The first added token that exists of those with the texts."""
+        for text in texts:
+            found = self._token_id(text)
+            if found is not None:
+                return self._checked(found, f"the tokenizer's token {text} has the id {found}, but")
+        return None
+
+    def listed(self, key: str) -> tuple[int, ...]:
+        """The tokens in a list; null and a missing key are an empty list."""
+        source, value = self._stated(key)
+        if value is None:
+            return ()
+        what = f"{source}: {key}={json.dumps(value)[:200]}"
+        if not isinstance(value, list):
+            raise ValueError(f"{what} must be a list of token ids")  # noqa: TRY004
+        return tuple(
+            self._checked(token, f"{what} has {json.dumps(token)}, but") for token in value
+        )
+
+    def max_initial_timestamp(self) -> int | None:
+        """Steps that the first timestamp can have at most; None = any."""
+        source, value = self._stated("max_initial_timestamp_index")
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(
+                f"{source}: max_initial_timestamp_index={json.dumps(value)} must be null or an "
+                "integer of at least 0"
+            )
+        return value
+
+    def check_timestamps(self, first_timestamp_id: int, num_states: int) -> None:
+        """Check that there is a timestamp for each state of the encoder, and for the end."""
+        if first_timestamp_id + num_states >= self._vocab_size:
+            raise ValueError(
+                f"config.json: vocab_size={self._vocab_size} has no room for {num_states + 1} "
+                f"timestamps after <|notimestamps|>, which is token {first_timestamp_id - 1}; "
+                "models without timestamps are not supported"
+            )
+        stated = self._token_id("<|0.00|>")
+        if stated not in (None, first_timestamp_id):
+            raise ValueError(
+                f"the tokenizer's token <|0.00|> has the id {stated}, which must be one more than "
+                f"no_timestamps_token_id={first_timestamp_id - 1}"
+            )
+
+    def languages_and_tasks(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Language code -> token and task -> token, which are empty for an English model."""
+        source, stated = self._stated("is_multilingual")
+        if stated is not None and not isinstance(stated, bool):
+            raise ValueError(
+                f"{source}: is_multilingual={json.dumps(stated)} must be true or false"
+            )
+        if not (self._vocab_size != _ENGLISH_VOCABULARY if stated is None else stated):
+            return {}, {}
+        languages = self._mapped("lang_to_id", tuple(f"<|{code}|>" for code in LANGUAGES))
+        tasks = self._mapped("task_to_id", ("transcribe", "translate"))
+        if not languages or "transcribe" not in tasks:
+            raise ValueError(
+                "generation_config.json: a model of several languages needs lang_to_id, and "
+                "task_to_id with transcribe, or added tokens such as <|en|> and <|transcribe|>; "
+                "set is_multilingual=false if the model has one language"
+            )
+        codes: dict[str, int] = {}
+        for text, token in languages.items():
+            code = text.removeprefix("<|").removesuffix("|>")
+            if text != f"<|{code}|>" or not code:
+                raise ValueError(
+                    f"generation_config.json: lang_to_id has {json.dumps(text)}; keys must be "
+                    "like <|en|>"
+                )
+            codes[code] = token
+        return codes, tasks
+
+    def _mapped(self, key: str, texts: tuple[str, ...]) -> dict[str, int]:
+        """Text -> token, from a mapping that a key states, else from the added tokens."""
+        source, stated = self._stated(key)
+        if stated is None:
+            found = {text: self.named(text if "|" in text else f"<|{text}|>") for text in texts}
+            return {text: token for text, token in found.items() if token is not None}
+        if not isinstance(stated, dict):
+            raise ValueError(f"{source}: {key}={json.dumps(stated)} must map texts to token ids")  # noqa: TRY004
+        return {
+            text: self._checked(token, f"{source}: {key}.{text}={json.dumps(token)}")
+            for text, token in stated.items()
+        }
+
+    def _stated(self, key: str) -> tuple[str, Any]:
+        """The file that can state a key, and its value. transformers reads one file only."""
+        if self._generation:
+            return "generation_config.json", self._generation.get(key)
+        return "config.json", self._config.get(key)
+
+    def _checked(self, value: Any, what: str) -> int:
+        if type(value) is not int or not 0 <= value < self._vocab_size:
+            raise ValueError(
+                f"{what} must be a token id below config.json: vocab_size={self._vocab_size}"
+            )
+        return value
+
+
+def _positive(hf_config: HFConfig, key: str, default: int) -> int:
+    """An integer of at least 1 in config.json."""
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json: {key}={json.dumps(value)} must be an integer of at least 1")
+    return value

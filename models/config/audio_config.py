@@ -1,0 +1,32 @@
+"""The hyperparameters of an audio encoder (Whisper, arXiv:2212.04356)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("AudioEncoderConfig",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioEncoderConfig:
+    """What an audio encoder is built from; hashable."""
+
+    num_bins: int  # mel bins of a spectrogram
+    num_positions: int  # states of a window; each stands for two frames of the spectrogram
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str  # a key of ops.activation.ACTIVATIONS
+    norm_eps: float
+    is_gated: bool = False  # the MLPs are gated, and the norms are RMS norms
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the spectrogram of a window."""
+        return 2 * self.num_positions

@@ -1,0 +1,140 @@
+"""Prepares audio for the engine: the windows of a file, each with its log-mel spectrogram."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.runtime.types.audio import PromptAudio, audio_digest
+
+if TYPE_CHECKING:  # the API process imports this module, and NumPy in its forks only
+    from numpy.typing import NDArray
+
+    from ostinato.runtime.audio.decode_audio import DecodedAudio
+
+__all__ = (
+    "AudioWindow",
+    "PreparedAudio",
+    "max_audio_bytes",
+    "max_audio_memory",
+    "preload_audio",
+    "prepare_audio",
+    "prepare_samples",
+)
+
+_CODE_BYTES = 64 << 20  # FFmpeg's buffers, and arrays of one window
+
+
+class AudioWindow(msgspec.Struct, frozen=True):
+    """A part of a file that the model transcribes at once."""
+
+    audio: PromptAudio
+    begin_s: float  # seconds from the begin of the file
+    end_s: float
+
+
+class PreparedAudio(msgspec.Struct, frozen=True):
+    """A file in windows."""
+
+    windows: list[AudioWindow]  # in their order, at least one; without gaps
+    seconds: float  # of the whole file
+
+
+def preload_audio() -> None:
+    """Import what `prepare_audio` needs, so that forks of this process share it.
+
+    Raises:
+        StartupError: PyAV is not installed.
+    """
+    from ostinato.runtime.audio import log_mel, split_windows  # noqa: F401 - they have NumPy
+    from ostinato.runtime.audio.pyav import import_av
+
+    import_av()
+
+
+def max_audio_bytes(config: AudioConfig) -> int:
+    """The most bytes of one encoded file."""
+    return int(config.max_mib * (1 << 20))
+
+
+def max_audio_memory(spec: AudioSpec, config: AudioConfig) -> int:
+    """Bytes of memory that `prepare_audio` takes at most, besides its argument and the imports."""
+    samples = int(config.max_seconds * spec.sampling_rate)
+    # The cuts lie in the last second of a window.
+    num_windows = int(config.max_seconds / max(0.5, spec.window_s - 1)) + 1
+    features = 4 * spec.num_bins * spec.num_frames
+    return _CODE_BYTES + 8 * samples + num_windows * features
+
+
+def prepare_audio(
+    data: bytes, spec: AudioSpec, config: AudioConfig, *, param: str = "file"
+) -> PreparedAudio:
+    """Decode a file, cut it into windows, and compute their spectrograms.
+
+    Args:
+        data: the encoded file.
+        spec: how the model takes audio.
+        config: the limits.
+        param: the field that has the file, for errors.
+
+    Raises:
+        InvalidRequestError: the code is `audio_too_large`, `audio_too_long` or `invalid_audio`.
+        StartupError: PyAV is not installed.
+    """
+    from ostinato.runtime.audio.decode_audio import AudioLimits, decode_audio
+
+    limits = AudioLimits(max_bytes=max_audio_bytes(config), max_seconds=config.max_seconds)
+    return _windows(decode_audio(data, spec.sampling_rate, limits, param=param), spec)
+
+
+def prepare_samples(
+    samples: NDArray[Any],
+    sampling_rate: int,
+    spec: AudioSpec,
+    config: AudioConfig,
+    *,
+    param: str = "audio",
+) -> PreparedAudio:
+    """Like `prepare_audio`, from samples.
+
+    Args:
+        samples: [n], or [n, channels] or [channels, n], of which the shorter axis is that of the
+            channels. Floats have 1.0 as full scale; uint8, int16 and int32 have the scale of wav.
+        sampling_rate: of the samples, in Hz.
+        spec: how the model takes audio.
+        config: the limits.
+        param: the field that has the samples, for errors.
+
+    Raises:
+        InvalidRequestError: the code is `audio_too_long` or `invalid_audio`.
+        StartupError: PyAV is not installed.
+    """
+    from ostinato.runtime.audio.decode_audio import mix_samples
+
+    return _windows(
+        mix_samples(samples, sampling_rate, spec.sampling_rate, config.max_seconds, param=param),
+        spec,
+    )
+
+
+def _windows(decoded: DecodedAudio, spec: AudioSpec) -> PreparedAudio:
+    from ostinato.runtime.audio.log_mel import log_mel
+    from ostinato.runtime.audio.split_windows import split_windows
+
+    rate = spec.sampling_rate
+    windows: list[AudioWindow] = []
+    for begin, end in split_windows(decoded.samples, rate, spec.window_s):
+        features = log_mel(decoded.samples[begin:end], spec)
+        num_bins, num_frames = features.shape
+        content = features.tobytes()
+        audio = PromptAudio(
+            digest=audio_digest(num_bins, num_frames, content),
+            num_bins=num_bins,
+            num_frames=num_frames,
+            features=content,
+        )
+        windows.append(AudioWindow(audio=audio, begin_s=begin / rate, end_s=end / rate))
+    return PreparedAudio(windows=windows, seconds=decoded.seconds)

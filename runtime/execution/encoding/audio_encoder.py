@@ -1,0 +1,61 @@
+"""`AudioEncoder`: the audio tower of one rank and the caches of its cross attention."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+import torch
+
+from ostinato.models.decoder import Decoder
+from ostinato.models.layers.cross_attention_layer import CrossAttention
+from ostinato.runtime.execution.executor import BeginEncoding
+
+__all__ = ("AudioEncoder",)
+
+# Positions of one unit on a CPU, so that a unit of a large encoder takes some ten milliseconds, and
+# a unit of a small one is not divided too finely.
+_ROWS, _MOST_ROWS = 64, 256
+_SIZE_PER_ROWS = 1024  # an encoder of this hidden size has units of `_ROWS`
+_GPU_ROWS = 1 << 20  # on a GPU, a unit is the part of a layer for all positions
+
+
+class AudioEncoder:
+    """Computes the keys and values of cross attention.
+
+    Args:
+        model: a model with an audio tower.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        assert model.audio is not None, "the model has declared step tensors for audio"
+        self._tower = model.audio
+        self._layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
+        self._device = self._tower.position_embedding.device
+        rows = _ROWS * _SIZE_PER_ROWS // self._tower.config.hidden_size
+        self._rows_per_unit = min(max(rows, _ROWS // 2), _MOST_ROWS)
+        if self._device.type != "cpu":
+            self._rows_per_unit = _GPU_ROWS
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def begin(self, call: BeginEncoding) -> Generator[None, None, None]:
+        (window,) = call.rows
+        features = np.frombuffer(call.data, dtype=np.float32).reshape(call.shape).copy()
+        copied = torch.from_numpy(features).to(self._device)
+        states = yield from self._tower.encode(copied, self._rows_per_unit)
+        for layer in self._layers:
+            yield from layer.store(states, window, self._rows_per_unit)
+
+    def warm_up(self) -> None:
+        config = self._tower.config
+        shape = config.num_bins, config.num_frames
+        silence = bytes(4 * config.num_bins * config.num_frames)
+        for _ in self.begin(BeginEncoding(b"", [0], shape, silence, [])):
+            pass
+        for layer in self._layers:
+            blocks = layer.space.blocks_per_window
+            for cache in (layer.k_cache, layer.v_cache):
+                cache.view(torch.uint8)[:blocks].zero_()

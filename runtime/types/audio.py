@@ -1,0 +1,45 @@
+"""`PromptAudio`: the audio that an encoder-decoder model transcribes, as sent to the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgspec
+
+__all__ = ("PromptAudio", "audio_digest")
+
+
+def audio_digest(num_bins: int, num_frames: int, features: bytes | memoryview) -> bytes:
+    """BLAKE2b, 32 bytes, over the sizes and the values of a log-mel spectrogram."""
+    digest = hashlib.blake2b(struct.pack("<II", num_bins, num_frames), digest_size=32)
+    digest.update(features)
+    return digest.digest()
+
+
+class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One window of audio, as a log-mel spectrogram."""
+
+    digest: bytes  # `audio_digest`
+    num_bins: int  # mel bins
+    num_frames: int
+    features: bytes = b""  # [num_bins, num_frames] float32; empty where they were left out
+
+    @property
+    def num_rows(self) -> int:
+        """Windows of the caches of cross attention that it takes."""
+        return 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of `data`."""
+        return self.num_bins, self.num_frames
+
+    @property
+    def data(self) -> bytes:
+        """What the encoder reads."""
+        return self.features
+
+    def without_data(self) -> PromptAudio:
+        """The same audio without its features."""
+        return msgspec.structs.replace(self, features=b"")
