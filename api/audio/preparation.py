@@ -172,6 +172,5 @@ def _generation(
     rules = rules_of(model.audio, has_times)
     return msgspec.structs.replace(
         generation,
-        prompt_token_ids=[],
         sampling=msgspec.structs.replace(generation.sampling, transcript=rules),
     )

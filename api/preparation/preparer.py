@@ -16,7 +16,8 @@ images have had faults that gave their process away. At most 4 of these forks wo
 images must be fetched, the first fork only says which. Then the event loop fetches them, and a new
 fork prepares the request.
 
-A form has audio and gets a new fork for the same reasons. At most 4 of these forks work at a time.
+A form has audio and gets a new fork for the same reasons. At most 2 of these forks work at a time
+for forms up to 1 MiB, and 2 for larger ones.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ FORK_MODULE = "ostinato.api.server.preparation_main"
 # A body up to this size is prepared on the event loop. This takes about 5 ms at most.
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
+_SHORT_AUDIO_BYTES = 1 << 20
 _NICENESS = 10  # the niceness of forks for large requests and for templates
 _IMAGE_KEY = b'"image'  # begins a key or a type of every part with an image: image, image_url
 _NUM_TRIES = 3  # a job is tried this many times, unless it exceeds a limit of time or memory
@@ -111,7 +113,8 @@ class Preparer:
         self._large_turns = asyncio.Semaphore(2)
         self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
         self._image_turns = asyncio.Semaphore(4)  # both, if the model takes images
-        self._audio_turns = asyncio.Semaphore(4)
+        self._audio_turns = asyncio.Semaphore(2)
+        self._short_audio_turns = asyncio.Semaphore(2)  # files up to `_SHORT_AUDIO_BYTES`
         self._fetcher = fetcher
 
     def start(self) -> None:
@@ -162,7 +165,8 @@ class Preparer:
             FetchNeededError: images must be fetched first.
         """
         if arrival.content_type:
-            async with self._audio_turns:
+            is_short = len(data) <= _SHORT_AUDIO_BYTES
+            async with self._short_audio_turns if is_short else self._audio_turns:
                 limits = JobLimits(self._audio_memory(data), niceness=_NICENESS)
                 return await self._fork(prepare, data, arrival, limits)
         size, takes_images = _size(data, arrival), self._source.model.images is not None

@@ -25,6 +25,7 @@ Samples = NDArray[np.float32]
 
 _MIN_RATE, _MAX_RATE = 1_000, 384_000  # Hz
 _MAX_CHANNELS = 32
+_VALUES_PER_SECOND = 2 * 48_000  # samples of all channels, on average over the longest file
 _MAX_BAD = 0.1  # packets that cannot be decoded, as a part of all packets
 _BLOCK = 1 << 17  # values that are mixed and resampled at a time
 _UNKNOWN_SIZE = 0x7FFF_0000  # bytes of a wav file
@@ -260,6 +261,7 @@ class _Mixer:
     def __init__(self, sampling_rate: int, max_seconds: float, param: str) -> None:
         self._seconds = 0.0  # of the samples before those of `_rate`
         self._num_samples = 0  # of `_rate`
+        self._num_values = 0  # samples of all channels and rates
         self._sampling_rate = sampling_rate
         self._max_seconds = max_seconds
         self._param = param
@@ -308,8 +310,11 @@ class _Mixer:
             self._resample()
             self._waiting_kind = (kind, len(values))
         self._num_samples += values.shape[1]
+        self._num_values += values.size
         if self.seconds > self._max_seconds:
             raise self.too_long()
+        if self._num_values > self._max_seconds * _VALUES_PER_SECOND:
+            raise self._too_fine(rate, len(values))
         self._waiting.append(values)
         self._num_waiting += values.size
         if self._num_waiting >= _BLOCK:
@@ -337,6 +342,17 @@ class _Mixer:
         return InvalidRequestError(
             f"{self._param}: the audio is longer than the {self._max_seconds:g} s that are allowed"
             " (audio.max_seconds); send it in parts",
+            param=self._param,
+            code="audio_too_long",
+        )
+
+    def _too_fine(self, rate: int, num_channels: int) -> InvalidRequestError:
+        """The error for audio that has more samples than stereo of the longest length."""
+        seconds = self._max_seconds * _VALUES_PER_SECOND / (rate * num_channels)
+        return InvalidRequestError(
+            f"{self._param}: audio of {num_channels} channels at {rate} Hz can be {seconds:.0f} s "
+            "long (audio.max_seconds holds for two channels at 48000 Hz); convert it to one channel"
+            f" at {self._sampling_rate} Hz",
             param=self._param,
             code="audio_too_long",
         )

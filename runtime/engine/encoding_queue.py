@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.errors import InvalidRequestError
@@ -52,6 +52,7 @@ class EncodingQueue:
         executor: computes the encodings.
         num_rows: rows besides row 0; 0 = the model takes text only.
         audio: how the model takes audio; None = it takes none.
+        rank: requests of a lower rank come first, as in the scheduler.
 
     Attributes:
         num_encoded: inputs that were encoded.
@@ -60,7 +61,12 @@ class EncodingQueue:
     """
 
     def __init__(
-        self, executor: Executor, num_rows: int, *, audio: AudioSpec | None = None
+        self,
+        executor: Executor,
+        num_rows: int,
+        *,
+        audio: AudioSpec | None = None,
+        rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self.num_encoded = 0
         self.num_hits = 0
@@ -68,14 +74,14 @@ class EncodingQueue:
         self._executor = executor
         self._num_rows = num_rows
         self._audio = audio
+        self._rank = rank
         self._free_rows = list(range(num_rows, 0, -1))
         self._encodings: OrderedDict[bytes, _Encoding] = OrderedDict()  # the last used one is last
         self._num_requests = 0  # the windows of one file count once
         self._num_arrivals = 0
         self._waiting: dict[str, Request] = {}
-        self._queue: list[
-            tuple[int, int, int, str]
-        ] = []  # the order of the waiting ones, see `add`
+        # The waiting requests in their order (`add`), which ends with the id.
+        self._queue: list[tuple[int, int, int, int, str]] = []
         self._rows_of_groups: Counter[int] = Counter()  # rows that the sequences of a request hold
         self._held: dict[str, list[bytes]] = {}  # request that has rows -> its inputs
         self._groups: dict[str, tuple[int, int]] = {}  # the same -> its group, and its new rows
@@ -155,7 +161,8 @@ class EncodingQueue:
         self._num_requests += not request.place
         self._num_arrivals += 1
         turn = self._num_requests + request.place
-        insort(self._queue, (turn, request.place, self._num_arrivals, request.request_id))
+        order = self._rank(request), turn, request.place, self._num_arrivals
+        insort(self._queue, (*order, request.request_id))
         self._waiting[request.request_id] = request
         self._begin_waiting()
         return request.without_data()
@@ -224,22 +231,31 @@ class EncodingQueue:
         return ready
 
     def _begin_waiting(self) -> None:
-        """Give rows to the inputs of waiting requests, the first request first."""
+        """Give rows to the inputs of waiting requests, the first request first.
+
+        If a request lacks rows, later ones overtake it only if they need no rows.
+        """
+        lacks_rows = False
         for *_, name in self._queue:
             request = self._waiting[name]
             if name in self._held or self._has_its_share(request):
                 continue
-            if not self._hold_inputs(request):
-                break  # later requests do not overtake this one
+            if lacks_rows and self._num_missing_rows(request):
+                continue
+            lacks_rows = not self._hold_inputs(request) or lacks_rows
 
     def _has_its_share(self, request: Request) -> bool:
         """Whether other sequences of its request hold as many rows as they may."""
         held = self._rows_of_groups.get(request.group, 0)
         if not (held and request.group and request.group_size > 1):
             return False
-        missing = {one.digest: one.num_rows for one in request.encoded_inputs}
-        needed = sum(rows for digest, rows in missing.items() if digest not in self._encodings)
+        needed = self._num_missing_rows(request)
         return bool(needed) and held + needed > self._num_rows - max(1, self._num_rows // 4)
+
+    def _num_missing_rows(self, request: Request) -> int:
+        """Rows for the inputs of a request that no other request has had encoded."""
+        inputs = {one.digest: one.num_rows for one in request.encoded_inputs}
+        return sum(rows for digest, rows in inputs.items() if digest not in self._encodings)
 
     def _hold_inputs(self, request: Request) -> bool:
         """Let a request hold all its inputs; changes nothing and returns False without room."""

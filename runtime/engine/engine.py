@@ -80,6 +80,7 @@ class Engine:
             executor,
             model.image_cache_tokens or model.audio_windows,
             audio=model.audio,
+            rank=scheduler.rank_of,
         )
         self._adapters = AdapterLoads(executor, num_adapter_slots)
         self._copies = copies

@@ -40,12 +40,18 @@ class PendingRequests:
         executor: builds grammars, and encodes images and audio.
         num_rows: rows for encodings; 0 = the model takes text only.
         audio: how the model takes audio; None = it takes none.
+        rank: requests of a lower rank are encoded first.
     """
 
     def __init__(
-        self, executor: Executor, num_rows: int = 0, *, audio: AudioSpec | None = None
+        self,
+        executor: Executor,
+        num_rows: int = 0,
+        *,
+        audio: AudioSpec | None = None,
+        rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
-        self.encodings = EncodingQueue(executor, num_rows, audio=audio)
+        self.encodings = EncodingQueue(executor, num_rows, audio=audio, rank=rank)
         self._grammars = GrammarQueue(executor)
         self._requests: dict[str, Request] = {}  # without pixels and features
         self._announced: str | None = None  # the request whose encodings were computed last

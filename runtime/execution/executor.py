@@ -87,7 +87,7 @@ class DropDecodeBuckets(msgspec.Struct, frozen=True, tag=4):
 
 
 class TouchBlocks(msgspec.Struct, frozen=True, tag=5):
-    """Write zeros to KV cache blocks 0 to `num_blocks`, so that their memory is mapped.
+    """Write zeros to KV cache blocks 0 to `num_blocks`, and to encodings: their memory is mapped.
 
     On a CPU, all unmapped pages are the same page of zeros, which stays in the processor's cache.
     So a measured step would read a context in unmapped pages too fast.

@@ -171,6 +171,8 @@ class InlineExecutor:
                 with torch.inference_mode():
                     for tensor in (tensor for layer in self._kv_cache for tensor in layer):
                         tensor[: num_blocks + 1].zero_()
+                if self._encoder is not None:
+                    self._encoder.touch()
             case _:
                 assert self._tiers is not None, "the engine has tiers"
                 return [self._tiers.answer(call)]

@@ -126,7 +126,8 @@ class Scheduler:
         self._max_in_flight = max_in_flight
         self._cache = cache
         self._block_size = cache.block_size
-        self._turns = Turns(_POLICY_RANKS[config.policy])
+        self.rank_of = _POLICY_RANKS[config.policy]
+        self._turns = Turns(self.rank_of)
         self._num_ended = 0  # sequences that ended with a sampled token
         self._num_ended_tokens = 0  # output tokens of the sequences in `_num_ended`
         self._sequences: dict[str, Sequence] = {}  # sequences without a terminal output, by id

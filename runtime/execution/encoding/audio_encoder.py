@@ -41,6 +41,16 @@ class AudioEncoder:
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def num_windows(self) -> int:
+        """Windows of the caches, without window 0."""
+        return self._layers[0].space.num_windows
+
+    def touch(self) -> None:
+        for layer in self._layers:
+            for cache in (layer.k_cache, layer.v_cache):
+                cache.view(torch.uint8).zero_()
+
     def begin(self, call: BeginEncoding) -> Generator[None, None, None]:
         (window,) = call.rows
         features = np.frombuffer(call.data, dtype=np.float32).reshape(call.shape).copy()

@@ -19,17 +19,22 @@ class AudioTensorWriter:
     Args:
         buffers: the static buffers; their other tensors are written before.
         encoder: has the window of each audio.
+        num_windows: windows of the caches, without window 0.
     """
 
-    def __init__(self, buffers: StaticBuffers, encoder: RankEncoder) -> None:
+    def __init__(self, buffers: StaticBuffers, encoder: RankEncoder, num_windows: int) -> None:
         self._buffers = buffers
         self._encoder = encoder
+        self._num_windows = num_windows
         self._by_row = np.zeros(len(buffers.host.seq_lens), dtype=np.int64)
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """Give the row to a new sequence, whose audio is encoded."""
-        audio = request.audio  # requests that measure the engine have none
-        self._by_row[row] = 0 if audio is None else self._encoder.rows_of(audio.digest)[0]
+        if request.audio is not None:
+            self._by_row[row] = self._encoder.rows_of(request.audio.digest)[0]
+        else:
+            # Steps that measure the engine read as many windows as the steps of a server.
+            self._by_row[row] = 1 + row % self._num_windows
 
     def write(self, output: SchedulerOutput) -> None:
         """Write the tensor of a step."""

@@ -24,6 +24,10 @@ class InputEncoder(Protocol):
         """Encode and store one input. The generator yields after each unit of work."""
         ...
 
+    def touch(self) -> None:
+        """Write zeros to the memory that measured steps read, so that it is mapped."""
+        ...
+
     def warm_up(self) -> None:
         """Encode a small input, so that all kernels are loaded. Nothing of it stays stored."""
         ...

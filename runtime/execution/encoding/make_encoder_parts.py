@@ -39,9 +39,10 @@ def make_encoder_parts(
     if not isinstance(model, Decoder):
         return EncoderParts()
     if isinstance(buffers.host, AudioTensors):
-        encoder = RankEncoder(AudioEncoder(model))
+        audio = AudioEncoder(model)
+        encoder = RankEncoder(audio)
         encoder.warm_up()
-        return EncoderParts(encoder, AudioTensorWriter(buffers, encoder))
+        return EncoderParts(encoder, AudioTensorWriter(buffers, encoder, audio.num_windows))
     if not isinstance(buffers.host, ImageTensors):
         return EncoderParts()
     encoder = None

@@ -56,8 +56,9 @@ class RankEncoder:
             self._jobs = deque(sorted(self._jobs, key=lambda job: places.get(job.digest, last)))
         left_s = call.seconds
         while self._jobs:
-            left_s -= self._compute_unit(self._jobs[0])
-            if left_s <= 0.0:
+            unit_s = self._compute_unit(self._jobs[0])
+            left_s -= unit_s
+            if left_s < unit_s:  # the next unit would probably take too long
                 break
         completed, self._completed = self._completed, []
         return completed
@@ -85,6 +86,12 @@ class RankEncoder:
         """Encode a small input, so that all kernels are loaded."""
         if self._encoder is not None:
             self._encoder.warm_up()
+
+    @torch.inference_mode()
+    def touch(self) -> None:
+        """Write zeros to the memory of encodings. No request has any yet."""
+        if self._encoder is not None:
+            self._encoder.touch()
 
     def rows_of(self, digest: bytes) -> np.ndarray:
         """[num_rows] int64: the rows of an encoding."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import WhisperForConditionalGeneration
 
-from ostinato.api.audio.transcript_prompt import rules_of, transcript_prompt
+from ostinato.runtime.audio.transcript_prompt import rules_of, transcript_prompt
 from ostinato.models.audio.audio_fields import read_audio_spec
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.sampling.sampler import Sampler

@@ -144,12 +144,13 @@ def test_an_array_gives_what_its_file_gives():
         (np.full(99, np.nan, np.float32), RATE, "no finite numbers"),
         (np.full(99, 1e300), 44_100, "no finite numbers"),
         (np.zeros(61 * RATE, np.int16), RATE, "longer than the 60 s"),
+        (np.zeros((8, 800_000), np.int16), 384_000, "8 channels at 384000 Hz can be 2 s long"),
     ],
 )
 def test_arrays_that_are_no_audio_are_refused(array: NDArray[np.generic], rate: int, message: str):
     with pytest.raises(InvalidRequestError, match=rf"^audio: .*{message}") as caught:
         mix_samples(array, rate, RATE, 60, param="audio")
-    code = "audio_too_long" if "longer" in message else "invalid_audio"
+    code = "audio_too_long" if "long" in message else "invalid_audio"
     assert (caught.value.param, caught.value.code) == ("audio", code)
 
 

@@ -278,3 +278,23 @@ def test_the_request_for_which_embeddings_are_computed_is_named():
     assert encoding == ["a"] * 4 + ["b"] * 2
     assert complete == ["a", "b"]
     assert pending.num_waiting == 0
+
+
+def test_a_request_whose_image_is_encoded_does_not_wait_for_rows():
+    queue, _ = make_queue(8)
+    queue.add(request("a", [toy_image(1, 3, 2)]))
+    assert run(queue) == ["a"]
+    queue.add(request("large", [toy_image(2, 2, 2)]))
+    queue.add(request("again", [toy_image(1, 3, 2)]))
+    assert queue.advance(is_busy=True) == ["again"]
+    queue.release("a")
+    queue.release("again")
+    assert run(queue) == ["large"]
+
+
+def test_a_lower_rank_comes_first():
+    ranks = _Ranks(torch.zeros(9, WIDTH))
+    queue = EncodingQueue(ranks, 8, rank=lambda one: one.priority)  # pyright: ignore[reportArgumentType]
+    queue.add(request("a", [toy_image(1, 2, 1)]))
+    queue.add(msgspec.structs.replace(request("b", [toy_image(2, 2, 1)]), priority=-1))
+    assert run(queue) == ["b", "a"]

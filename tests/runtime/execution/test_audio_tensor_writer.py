@@ -44,7 +44,7 @@ def test_every_token_names_the_window_of_its_sequence(actions: list[tuple]) -> N
     encoder = RankEncoder(None)
     for number in range(1, 5):
         encoder.begin(BeginEncoding(bytes([number]), [10 * number], (1, 1), b"", []))
-    writer = AudioTensorWriter(buffers, encoder)
+    writer = AudioTensorWriter(buffers, encoder, 4)
     windows = [0] * NUM_ROWS
     for action, first, second in actions:
         if action == "admit":
@@ -56,7 +56,7 @@ def test_every_token_names_the_window_of_its_sequence(actions: list[tuple]) -> N
                     request_id="r", prompt_token_ids=[1], sampling=sampling, audio=audio
                 )
             writer.admit(first, request, [])
-            windows[first] = 10 * second
+            windows[first] = 10 * second if second else 1 + first % 4
             continue
         rows = first[: len(second)]
         scheduled = [
