@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import WhisperForConditionalGeneration
 
-from ostinato.runtime.audio.transcript_prompt import rules_of, transcript_prompt
 from ostinato.models.audio.audio_fields import read_audio_spec
 from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.runtime.audio.transcript_prompt import rules_of, transcript_prompt
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
