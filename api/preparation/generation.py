@@ -229,4 +229,5 @@ def _refusal(
     param = field_names.get(name, name)
     if message.startswith(name):
         message = param + message.removeprefix(name)
+        message = message.replace(f"set {name} to", f"set {param} to")
     return InvalidRequestError(message, param=param or None, code=code)

@@ -101,6 +101,11 @@ class EncodingQueue:
         """The request whose encodings are computed next; None = all waiting ones lack rows."""
         return next((name for *_, name in self._queue if self._is_encoding(name)), None)
 
+    @property
+    def predicted_seconds(self) -> float:
+        """Seconds for encoding one input of each waiting request, by the mean of earlier inputs."""
+        return len(self._waiting) * self.encode_seconds / max(1, self.num_encoded)
+
     def check(self, request: Request) -> None:
         """Check that the model takes the inputs of a request, and has rows for all at once.
 

@@ -364,7 +364,7 @@ class Engine:
         if self.cost_table is None:
             return None
         scheduler = self._scheduler
-        return predict_ttft(
+        return self._pending.encodings.predicted_seconds + predict_ttft(
             scheduler.load(),
             num_prompt_tokens,
             costs=self.cost_table,

@@ -292,6 +292,18 @@ def test_a_request_whose_image_is_encoded_does_not_wait_for_rows():
     assert run(queue) == ["large"]
 
 
+def test_the_time_of_waiting_requests_is_predicted_from_earlier_ones():
+    queue, _ = make_queue(8)
+    queue.add(request("a", [toy_image(1, 2, 1)]))
+    assert queue.predicted_seconds == 0.0  # nothing has been measured
+    run(queue)
+    assert queue.predicted_seconds == 0.0  # nothing waits
+    for seed in (2, 3, 4):
+        queue.add(request(f"r{seed}", [toy_image(seed, 2, 1)]))
+    assert queue.predicted_seconds == pytest.approx(3 * queue.encode_seconds)
+    assert queue.encode_seconds > 0.0
+
+
 def test_a_lower_rank_comes_first():
     ranks = _Ranks(torch.zeros(9, WIDTH))
     queue = EncodingQueue(ranks, 8, rank=lambda one: one.priority)  # pyright: ignore[reportArgumentType]
