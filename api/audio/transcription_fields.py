@@ -210,7 +210,7 @@ def _refuse_by_value(own: Mapping[str, Any]) -> None:
         if name not in _OWN and not name.isidentifier():
             shown = name[:100]
             raise InvalidRequestError(
-                f"{shown!r} is not a field of this endpoint; leave it out",
+                f"{shown or 'a field without a name'} is not a field of this endpoint; leave it out",
                 param=shown,
                 code="unknown_parameter",
             )
