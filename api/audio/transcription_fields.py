@@ -208,10 +208,10 @@ def _refuse_by_value(own: Mapping[str, Any]) -> None:
                 body=own,
             )
         if name not in _OWN and not name.isidentifier():
-            shown = name[:100]
+            shown = name[:100] or "a field without a name"
             raise InvalidRequestError(
-                f"{shown or 'a field without a name'} is not a field of this endpoint; leave it out",
-                param=shown,
+                f"{shown} is not a field of this endpoint; leave it out",
+                param=name[:100],
                 code="unknown_parameter",
             )
 
