@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -216,8 +217,7 @@ def _reference(path: Path, dtype: str, tokens: int) -> Run:
 
 
 def _ctranslate2(path: Path, dtype: str, tokens: int, scratch: Path) -> Run:
-    import ctranslate2
-
+    ctranslate2 = import_module("ctranslate2")  # no dependency of this project
     kind = _CT2_TYPES[dtype]
     folder = scratch / kind
     if not folder.exists():
