@@ -38,6 +38,7 @@ def test_a_client_sends_the_same_again() -> None:
 def test_every_sampling_parameter_is_sent() -> None:
     searches = {"best_of", "early_stopping", "length_penalty", "use_beam_search"}  # not in the soak
     reasoning = {"thinking"}  # only for models that reason
+    reasoning |= {"transcript"}  # only for models that transcribe
     fields = set(SamplingParams.__struct_fields__) - searches - reasoning
     assert fields - OTHER_FIELDS - OPTIONS.keys() == set()
     traffic = Traffic(0, 0, range(500), 256)

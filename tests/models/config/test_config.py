@@ -61,6 +61,16 @@ IMAGES: dict[str, Any] = {  # keys of models that take images
     },
 }
 OF_FAMILY = {
+    "WhisperForConditionalGeneration": {
+        "is_encoder_decoder": True,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 8,
+        "encoder_ffn_dim": 128,
+        "decoder_layers": 4,
+        "decoder_attention_heads": 8,
+        "decoder_ffn_dim": 128,
+    },
     "CodeGenForCausalLM": {"rotary_dim": 8},
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
