@@ -180,6 +180,7 @@ def check_draft_model(
     assert stats.num_draft_tokens > 100
     assert stats.drafting_seconds > 0.0
     share = stats.num_accepted_tokens / stats.num_draft_tokens
-    # Penalties, bad words and grammars make some drafts wrong, even those of the same model.
-    least, most = {"same": (0.5, 1.0), "near": (0.2, 0.8), "other": (0.0, 0.2)}[name]
+    # Penalties, bad words, grammars and rules of transcripts make some drafts wrong, even those of
+    # the same model.
+    least, most = {"same": (0.4, 1.0), "near": (0.2, 0.8), "other": (0.0, 0.2)}[name]
     assert least <= share <= most
