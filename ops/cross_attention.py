@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.ops.attention import AttentionMetadata, load_backend, paged_attention
 from ostinato.ops.register import register_op
 
-__all__ = ("CrossBackend", "cross_attention", "takes_cross_attention", "write_cross_cache")
+__all__ = ("CrossBackend", "cross_attention", "write_cross_cache")
 
 
 @runtime_checkable
@@ -33,11 +33,6 @@ class CrossBackend(Protocol):
     ) -> Tensor:
         """Attend; returns [T, Hq, D] contiguous in q's dtype."""
         ...
-
-
-def takes_cross_attention(backend: str) -> bool:
-    """Whether a backend computes the op."""
-    return isinstance(load_backend(backend), CrossBackend)
 
 
 def cross_attention(
@@ -59,7 +54,7 @@ def cross_attention(
         seq_lens: [T] int32, at least 1.
         block_table: [T, E] int32, block ids by position // block_size.
         scale: factor on the logits, usually D ** -0.5.
-        backend: the name of a backend for which `takes_cross_attention` is true.
+        backend: the name of a backend that is a `CrossBackend`.
 
     Returns:
         [T, Hq, D] contiguous, in q's dtype.
@@ -105,7 +100,7 @@ def _kernel(
     backend: str,
 ) -> Tensor:
     chosen = load_backend(backend)
-    assert isinstance(chosen, CrossBackend), "the plan refuses other backends"
+    assert isinstance(chosen, CrossBackend), "`AttentionBackend.why_unsupported` refuses the others"
     return chosen.run_cross(q, k_cache, v_cache, seq_lens, block_table, scale)
 
 

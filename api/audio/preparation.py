@@ -37,7 +37,8 @@ class PreparedTranscript(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None
     task: TranscriptTask
-    generation: Generation  # of every window, without its prompt and its audio
+    # Of every window, without its audio. Its prompt is as long as the one in the spoken language.
+    generation: Generation
     windows: list[AudioWindow]
     seconds: float  # of the whole audio
     language: str | None  # code of the spoken language; None = it is to be detected

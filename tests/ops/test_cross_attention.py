@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ostinato.ops.attention import load_backend
 from ostinato.ops.cross_attention import (
+    CrossBackend,
     cross_attention,
-    takes_cross_attention,
     write_cross_cache,
 )
 from tests.ops.cross_problems import attend, check_cross, cross_problem
@@ -119,5 +120,5 @@ def test_the_kernel_refuses_blocks_and_lengths_outside_of_the_cache(level: str) 
 
 
 def test_backends_say_whether_they_attend_across() -> None:
-    assert [takes_cross_attention(name) for name in ("cpu", "reference", "triton")] == [True] * 3
-    assert not takes_cross_attention("flashinfer")
+    for name in ("cpu", "reference", "triton", "flashinfer"):
+        assert isinstance(load_backend(name), CrossBackend) == (name != "flashinfer")

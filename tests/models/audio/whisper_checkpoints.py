@@ -145,7 +145,7 @@ def _merges(trained: Tokenizer) -> list[tuple[str, str]]:
 
 
 def _suppressed(ids: dict[str, int], no_speech_token: str) -> list[int]:
-    """Tokens of symbols that nobody says, and special tokens."""
+    """Tokens of symbols that are not spoken, and special tokens."""
     names = [
         *('"', "#", "(", ")", "*", "+", "/", ":", ";", "<", "=", ">", "@", "[", "\\", "]", "^"),
         *("_", "`", "{", "|", "}", "~"),

@@ -211,7 +211,7 @@ def test_a_playlist_opens_no_file(kind: str, tmp_path: Path):
     os.mkfifo(pipe)
     for url in (str(pipe), f"file://{pipe}", f"file:{pipe}"):
         assert "supported formats" in refused(PLAYLISTS[kind].format(url=url).encode())
-        with pytest.raises(OSError, match="No such device"):  # nobody has it open for reading
+        with pytest.raises(OSError, match="No such device"):  # no process has it open for reading
             os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
 
 
