@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.preparation.preparation import Arrival, PreparationSettings
-from ostinato.runtime.types.audio import PromptAudio, audio_digest
+from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.engine_info import ServedModel
-from ostinato.runtime.types.images import PromptImage, image_digest
+from ostinato.runtime.types.images import PromptImage
 
 __all__ = (
     "ForkAnswer",
@@ -28,6 +29,7 @@ __all__ = (
 )
 
 T = TypeVar("T")
+Input = TypeVar("Input", PromptImage, PromptAudio)
 _LENGTH = struct.Struct("<Q")
 
 
@@ -135,14 +137,14 @@ def encode_result(result: Any) -> bytes:
         return ForkAnswer.result + result
     if isinstance(result, _HasWindows):
         windows = result.windows
-        audio = [msgspec.structs.replace(one.audio, features=b"") for one in windows]
+        audio = [one.audio.without_data() for one in windows]
         encoded = msgspec.json.encode(_with_audio(result, audio))
         features = [one.audio.features for one in windows]
         return b"".join([ForkAnswer.audio, _LENGTH.pack(len(encoded)), encoded, *features])
     images = _images(result)
     if not images:
         return ForkAnswer.result + msgspec.json.encode(result)
-    bare = [msgspec.structs.replace(image, pixels=b"") for image in images]
+    bare = [image.without_data() for image in images]
     encoded = msgspec.json.encode(_with_images(result, bare))
     pixels = [image.pixels for image in images]
     return b"".join([ForkAnswer.images, _LENGTH.pack(len(encoded)), encoded, *pixels])
@@ -171,19 +173,7 @@ async def with_pixels(result: T, pixels: memoryview) -> T:
     Raises:
         RuntimeError: the answer of the fork contradicts itself.
     """
-    images: list[PromptImage] = []
-    begin = 0
-    for image in _images(result):
-        end = begin + image.height * image.width * 3
-        own = bytes(pixels[begin:end])
-        digest = await asyncio.to_thread(image_digest, image.height, image.width, own)
-        if digest != image.digest:
-            raise RuntimeError("the process that prepared an image sent a wrong digest")
-        images.append(msgspec.structs.replace(image, pixels=own))
-        begin = end
-    if begin != len(pixels):
-        raise RuntimeError("the process that prepared images sent pixels of another size")
-    return cast("T", _with_images(result, images))
+    return cast("T", _with_images(result, await _completed(_images(result), pixels)))
 
 
 async def with_features(result: T, features: memoryview) -> T:
@@ -198,20 +188,25 @@ async def with_features(result: T, features: memoryview) -> T:
     Raises:
         RuntimeError: the answer of the fork contradicts itself.
     """
-    complete: list[PromptAudio] = []
+    bare = [window.audio for window in cast("_HasWindows", result).windows]
+    return cast("T", _with_audio(result, await _completed(bare, features)))
+
+
+async def _completed(bare: Sequence[Input], data: memoryview) -> list[Input]:
+    """Images or audio with their data, which stand one after the other."""
+    complete: list[Input] = []
     begin = 0
-    for window in cast("_HasWindows", result).windows:
-        audio = window.audio
-        end = begin + audio.num_bins * audio.num_frames * 4
-        own = bytes(features[begin:end])
-        digest = await asyncio.to_thread(audio_digest, audio.num_bins, audio.num_frames, own)
-        if digest != audio.digest:
-            raise RuntimeError("the process that prepared audio sent a wrong digest")
-        complete.append(msgspec.structs.replace(audio, features=own))
+    for one in bare:
+        end = begin + one.num_bytes
+        try:
+            own = await asyncio.to_thread(one.with_data, bytes(data[begin:end]))
+        except ValueError as error:
+            raise RuntimeError("the process that prepares requests sent a wrong digest") from error
+        complete.append(cast("Input", own))
         begin = end
-    if begin != len(features):
-        raise RuntimeError("the process that prepared audio sent features of another size")
-    return cast("T", _with_audio(result, complete))
+    if begin != len(data):
+        raise RuntimeError("the process that prepares requests sent data of another size")
+    return complete
 
 
 def _with_audio(result: Any, audio: list[PromptAudio]) -> Any:

@@ -43,3 +43,18 @@ class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     def without_data(self) -> PromptAudio:
         """The same audio without its features."""
         return msgspec.structs.replace(self, features=b"")
+
+    def with_data(self, data: bytes) -> PromptAudio:
+        """The same audio with these features.
+
+        Raises:
+            ValueError: they have another digest.
+        """
+        if audio_digest(self.num_bins, self.num_frames, data) != self.digest:
+            raise ValueError("the features of audio have another digest")
+        return msgspec.structs.replace(self, features=data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of `data`."""
+        return self.num_bins * self.num_frames * 4

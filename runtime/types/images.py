@@ -50,3 +50,18 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     def without_data(self) -> PromptImage:
         """The same image without its pixels."""
         return msgspec.structs.replace(self, pixels=b"")
+
+    def with_data(self, data: bytes) -> PromptImage:
+        """The same image with these pixels.
+
+        Raises:
+            ValueError: they have another digest.
+        """
+        if image_digest(self.height, self.width, data) != self.digest:
+            raise ValueError("the pixels of an image have another digest")
+        return msgspec.structs.replace(self, pixels=data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of `data`."""
+        return self.height * self.width * 3
