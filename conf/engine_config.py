@@ -23,6 +23,7 @@ from ostinato.conf.speculation.speculation_schema import (
     SpeculationConfig,
     SpeculationMethod,
 )
+from ostinato.conf.video.video_schema import VideoConfig
 
 __all__ = ("EngineConfig", "draft_config")
 
@@ -38,6 +39,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     audio: AudioConfig = field(default_factory=AudioConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     runtime: RuntimeSection = field(default_factory=RuntimeSection)

@@ -149,6 +149,12 @@ class ServerConfig(Section):
         "null = no limit",
         at_least=1,
     )
+    max_media_mib: float | None = setting(
+        1024.0,
+        "MiB of prepared images, videos and audio of requests in progress; more are refused with "
+        "429; null = no limit",
+        above=0,
+    )
     drain_timeout_s: float = setting(
         30.0, "after SIGTERM, how long running requests may still take", at_least=0
     )

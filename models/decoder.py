@@ -18,6 +18,7 @@ from ostinato.models.audio.audio_tower import AudioTower
 from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.vision_config import TowerKind
 from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.cross_attention_layer import CrossAttention, CrossTable
 from ostinato.models.layers.few_rows import FewRowsBlock
@@ -44,6 +45,7 @@ from ostinato.models.step_tensors import (
     StepInputs,
 )
 from ostinato.models.vision.build_tower import build_tower
+from ostinato.models.vision.video_spec import EXTRA_POSITIONS
 from ostinato.ops.add_rows import add_table_rows
 from ostinato.ops.parallel.handoff import HiddenSink, HiddenSource
 from ostinato.ops.rope import Rope
@@ -189,7 +191,10 @@ class StageLayers(nn.ModuleList):
 def _rotary(config: ModelConfig, rope: Rope, options: BuildOptions) -> RotaryEmbedding:
     if not config.rope_axes:
         return RotaryEmbedding(rope, options)
-    return GridRotaryEmbedding(rope, config.rope_axes, options)
+    # Only the videos of Qwen2.5-VL have positions in time that can exceed the number of tokens.
+    has_times = config.vision is not None and config.vision.kind is TowerKind.qwen2_5
+    num_extra = EXTRA_POSITIONS if has_times and options.num_image_rows else 0
+    return GridRotaryEmbedding(rope, config.rope_axes, options, num_extra=num_extra)
 
 
 class Decoder(CausalLM):

@@ -136,24 +136,25 @@ def _yarn(inverse: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
 
 
 def rope_tables(
-    rope: Rope, num_positions: int, device: torch.device | None = None
+    rope: Rope, num_positions: int, device: torch.device | None = None, *, num_extra: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position.
 
     Args:
         rope: the rotary embedding.
-        num_positions: rows of the tables; positions are 0 to num_positions - 1.
+        num_positions: positions of the longest context.
         device: where to make them; "meta" gives shapes only.
+        num_extra: further positions, which do not make the context longer.
 
     Returns:
-        cos, sin: [num_positions, rotary_dim / 2] float32 each.
+        cos, sin: [num_positions + num_extra, rotary_dim / 2] float32 each.
     """
     if device is not None and device.type == "meta":
         # Arithmetic on this device would import torch's compiler, which takes seconds.
-        shape = (num_positions, rope.rotary_dim // 2)
+        shape = (num_positions + num_extra, rope.rotary_dim // 2)
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cos, sin
-    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    positions = torch.arange(num_positions + num_extra, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope, num_positions).to(positions.device))
     scale = 1.0
     if isinstance(rope.scaling, YarnScaling | LongRopeScaling):

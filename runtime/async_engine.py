@@ -23,6 +23,7 @@ from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requested_adapters import RequestedAdapters
 from ostinato.runtime.client.requests import resolve
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.images.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import EncodedPrompt, PromptInputs
 from ostinato.runtime.text.offline_prompts import DictPrompt, Prompt, prompt_list
 from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
@@ -112,8 +113,8 @@ class AsyncEngine:
         """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`.
 
         Args:
-            prompt: as for `LLM.stream`. It can have images (docs/images.md) or audio
-                (docs/audio.md).
+            prompt: as for `LLM.stream`. It can have images (docs/images.md), videos
+                (docs/video.md) or audio (docs/audio.md).
             lora_request: the adapter, which is loaded when it is first named. If no slot is free,
                 the least recently used adapter that no request uses is replaced. None = the model
                 alone.
@@ -212,9 +213,8 @@ class AsyncEngine:
 
     def _encode(self, prompt: Prompt | DictPrompt | Sequence[dict[str, Any]]) -> EncodedPrompt:
         client = self._started()
-        inputs = PromptInputs(
-            client.model, client.tokenizer, self._config.images, self._config.audio
-        )
+        media = MediaLimits(self._config.images, self._config.video)
+        inputs = PromptInputs(client.model, client.tokenizer, media, self._config.audio)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:
             return inputs.render(prompt)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from ostinato.runtime.audio.transcript_prompt import TranscriptTask
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.images.prompt_media import MediaLimits
 from ostinato.runtime.offline.offline_adapters import OfflineAdapters
 from ostinato.runtime.offline.offline_generation import OfflineGenerator, require_generation
 from ostinato.runtime.offline.offline_pooling import (
@@ -115,7 +116,8 @@ class LLM:
             if self.model.tokenizer
             else None
         )
-        self._inputs = PromptInputs(self.model, self.tokenizer, config.images, config.audio)
+        media = MediaLimits(config.images, config.video)
+        self._inputs = PromptInputs(self.model, self.tokenizer, media, config.audio)
         self._generator = OfflineGenerator(
             self._engine,
             self.tokenizer,
@@ -138,9 +140,10 @@ class LLM:
 
         Args:
             prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
-                of them. A dictionary can have images, `"multi_modal_data": {"image": images}`. For
-                a model that transcribes, it has `{"audio": (samples, sampling_rate)}`, at most one
-                window (docs/audio.md).
+                of them. A dictionary can have images and videos, `"multi_modal_data": {"image":
+                images, "video": videos}` (docs/images.md, docs/video.md). For a model that
+                transcribes, it has `{"audio": (samples, sampling_rate)}`, at most one window
+                (docs/audio.md).
             sampling_params: one for all prompts, or a list with one for each prompt; None = the
                 model's defaults.
             use_progress: show a progress bar.
@@ -196,7 +199,7 @@ class LLM:
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists. A content
-                can be a list of texts and images (docs/images.md).
+                can be a list of texts, images (docs/images.md) and videos (docs/video.md).
         """
         require_generation(self.model)
         single = bool(messages) and isinstance(messages[0], dict)

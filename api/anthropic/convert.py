@@ -52,7 +52,7 @@ from ostinato.api.schemas.conversation import (
     TextPart,
     Tool,
 )
-from ostinato.api.schemas.image_parts import ImageUrlPart
+from ostinato.api.schemas.media_parts import ImageUrlPart
 from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason

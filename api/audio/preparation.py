@@ -52,6 +52,13 @@ class PreparedTranscript(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the reply shows the times of segments."""
         return self.response_format in _WITH_TIMES
 
+    @property
+    def generations(self) -> list[Generation]:
+        """One for each window, as if its language were known."""
+        return [
+            msgspec.structs.replace(self.generation, audio=window.audio) for window in self.windows
+        ]
+
 
 def prepare_transcription(
     preparation: Preparation, data: bytes, arrival: Arrival

@@ -92,7 +92,7 @@ async def _answer(
         request, service, function, context, arrival=lambda body: arrival, read=form_body
     )
     choose_model(request, service, prepared.model, context)
-    await admit(request, service, "", [prepared.generation] * len(prepared.windows), context)
+    await admit(request, service, "", prepared.generations, context)
     reply = TranscriptReply(service, prepared, context)
     if prepared.stream:
         return event_stream(sse(reply.stream(), DATA_EVENTS))

@@ -12,7 +12,7 @@ import msgspec
 from ostinato.api.audio.preparation import PreparedTranscript
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.preparation.generation import Generation
-from ostinato.api.service.request_runner import IndexedOutput
+from ostinato.api.service.concurrent_prompts import IndexedOutput
 from ostinato.api.service.service import Service
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.audio.transcript_prompt import (

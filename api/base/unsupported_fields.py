@@ -21,7 +21,7 @@ class Unsupported(NamedTuple):
 
 
 _TOOLS = "the older form of tool calls"
-_MEDIA = "input other than text and images"
+_MEDIA = "input other than text, images and videos"
 _TRANSFER = "transfer of caches between servers"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
@@ -34,9 +34,10 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_decoding_backend": Unsupported("a choice of grammar libraries", ("auto",)),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "file_id": Unsupported("uploaded files", instead="image_url"),
-    "media_io_kwargs": Unsupported("settings of images per request", ({},)),
     "mm_processor_kwargs": Unsupported(
-        "settings of images per request", ({},), instead="detail in the part of the image"
+        "settings of processors per request",
+        ({},),
+        instead="detail in the part of an image, or media_io_kwargs for videos",
     ),
     "modalities": Unsupported("output other than text", (["text"],)),
     "moderation": Unsupported("moderation models"),

@@ -56,7 +56,7 @@ def prepare_chat(
     Args:
         preparation: the model, its tokenizer and the server's settings.
         body: the request.
-        arrival: has the images that were fetched.
+        arrival: has the images and videos that were fetched.
         request_id: the id that the client sees.
 
     Raises:

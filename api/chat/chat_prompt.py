@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ostinato.api.chat.tools import ToolUse, explained, template_messages, tool_use
-from ostinato.api.images.request_images import RequestImages, refuse_fields_with_images
+from ostinato.api.images.request_media import RequestMedia, refuse_fields_with_media
 from ostinato.api.parsing.detect import TemplateTraits, traits
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.preparation.preparation import Arrival, Preparation
@@ -27,8 +27,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation as text and as token ids."""
 
     text: str
-    token_ids: list[int]  # with a placeholder token for each embedding of an image
-    images: list[PromptImage]  # in the order of the prompt
+    token_ids: list[int]  # with a placeholder token for each embedding of an image or a video
+    images: list[PromptImage]  # and pairs of frames of videos, in the order of the prompt
     tools: ToolUse  # the functions that the model may call
     traits: TemplateTraits  # facts about the template and the model's answers
 
@@ -45,23 +45,23 @@ def encode_chat(
     Args:
         preparation: the model, its tokenizer and the server's settings.
         body: the request.
-        arrival: has the images that were fetched.
+        arrival: has the images and videos that were fetched.
         is_counted: the tokens are only counted, so the prompt may be longer than the context.
 
     Raises:
         InvalidRequestError: see `encode_messages`. Or `tool_choice` does not fit the tools, the
             request has `documents` and the template does not show them, the text cannot fit into
-            the context, or the request has images and a field that needs text only.
-        FetchNeededError: see `RequestImages`.
+            the context, or the request has images or videos and a field that needs text only.
+        FetchNeededError: see `RequestMedia`.
         ForkNeededError: see `encode_messages`.
     """
     encoder = preparation.encoder
     tokenizer = encoder.tokenizer("messages")
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     found = _traits(preparation, tokenizer, body)
-    refuse_fields_with_images(body)
-    images = RequestImages(preparation, body.messages, arrival.fetched)
-    text = _render(preparation, body, body.messages, use, found, images)
+    refuse_fields_with_media(body)
+    media = RequestMedia(preparation, body.messages, body.media_io_kwargs, arrival.fetched)
+    text = _render(preparation, body, body.messages, use, found, media)
     preparation.begin_prompt("messages")
     special = body.add_special_tokens
     token_ids = (
@@ -69,7 +69,7 @@ def encode_chat(
         if is_counted
         else encoder.encode(text, body, param="messages", add_special_tokens=special)
     )
-    token_ids, placed = images.placed(token_ids)
+    token_ids, placed = media.placed(token_ids)
     return ChatPrompt(text=text, token_ids=token_ids, images=placed, tools=use, traits=found)
 
 
@@ -81,19 +81,19 @@ def encode_messages(
     Raises:
         InvalidRequestError: there is no tokenizer or no template; the template or
             `template_messages` refuses the messages; `tool_use` refuses the tools; there are
-            tools, but no parser for this model's calls; or `RequestImages` refuses the images.
-        FetchNeededError: see `RequestImages`.
-        ForkNeededError: the request has images or a template of its own, and this process also
-            prepares other requests.
+            tools, but no parser for this model's calls; or `RequestMedia` refuses the media.
+        FetchNeededError: see `RequestMedia`.
+        ForkNeededError: the request has images, videos or a template of its own, and this process
+            also prepares other requests.
     """
     tokenizer = preparation.encoder.tokenizer("messages")
     found = _traits(preparation, tokenizer, body)
-    images = RequestImages(preparation, messages, arrival.fetched)
+    media = RequestMedia(preparation, messages, body.media_io_kwargs, arrival.fetched)
     use = tool_use(body.tools, None, None)
-    text = _render(preparation, body, messages, use, found, images)
+    text = _render(preparation, body, messages, use, found, media)
     preparation.begin_prompt("messages")
     special = body.add_special_tokens is True
-    token_ids, _ = images.placed(tokenizer.encode(text, add_special_tokens=special))
+    token_ids, _ = media.placed(tokenizer.encode(text, add_special_tokens=special))
     return token_ids
 
 
@@ -125,7 +125,7 @@ def _render(
     messages: list[Message],
     use: ToolUse,
     found: TemplateTraits,
-    images: RequestImages,
+    media: RequestMedia,
 ) -> str:
     tokenizer = preparation.encoder.tokenizer("messages")
     conversation = template_messages(messages, found.reasoning_key)
@@ -141,7 +141,7 @@ def _render(
         )
     if not found.knows_tools and found.calls is not None:
         conversation, tools = explained(conversation, tools, found.calls), []
-    conversation = images.shown(conversation, _template(tokenizer, body))
+    conversation = media.shown(conversation, _template(tokenizer, body))
     settings: dict[str, Any] = {
         "add_generation_prompt": adds_generation_prompt(body),
         "continue_final_message": body.continue_final_message,

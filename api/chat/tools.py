@@ -14,11 +14,12 @@ from ostinato.api.parsing.call_format import CallFormat
 from ostinato.api.parsing.custom_tools import INPUT_SCHEMA, as_arguments
 from ostinato.api.schemas.conversation import (
     AllowedToolsChoice,
+    ContentPart,
     CustomTool,
     CustomToolEntry,
     FunctionTool,
     GrammarInput,
-    ImagePart,
+    MediaPart,
     Message,
     MessageToolCall,
     NamedCustomToolChoice,
@@ -26,13 +27,14 @@ from ostinato.api.schemas.conversation import (
     Tool,
     ToolChoice,
 )
+from ostinato.api.schemas.media_parts import VideoUrlPart
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.template_images import IMAGE_PART, text_part
+from ostinato.runtime.images.template_images import IMAGE_PART, VIDEO_PART, text_part
 
 __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use")
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_TEXT_ROLES = frozenset({"system", "developer", "assistant"})  # their messages have no images
+_TEXT_ROLES = frozenset({"system", "developer", "assistant"})  # their messages have no media
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -177,7 +179,8 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages to the format of chat templates.
 
-    The content of a message with images is a list of `IMAGE_PART` and `text_part`.
+    The content of a message with images or videos is a list of `IMAGE_PART`, `VIDEO_PART` and
+    `text_part`.
 
     Args:
         messages: the conversation.
@@ -185,8 +188,8 @@ def template_messages(
 
     Raises:
         InvalidRequestError: a message lacks a field that its role needs, or has a field of another
-            role. Or the arguments of a call are not a JSON object, or a message with an image has
-            a role that cannot have images.
+            role. Or the arguments of a call are not a JSON object, or a message with an image or a
+            video has a role that cannot have them.
     """
     return [
         _template_message(message, index, reasoning_key) for index, message in enumerate(messages)
@@ -235,20 +238,24 @@ def _template_message(message: Message, index: int, reasoning_key: str) -> dict[
 
 
 def _content(message: Message, place: str) -> str | list[dict[str, str]] | None:
-    """The content of a message: its text, or a list of parts if it has images."""
-    if not message.images:
+    """The content of a message: its text, or a list of parts if it has images or videos."""
+    if not message.media:
         return message.text
     if message.role in _TEXT_ROLES:
+        is_video = isinstance(message.media[0], VideoUrlPart)
+        found, name = ("a video", "the video") if is_video else ("an image", "the image")
         raise _invalid(
             f"{place}.content",
-            f"{place}.content has an image, and a message of the role {message.role!r} has text"
-            " only; move the image to a message of the user",
+            f"{place}.content has {found}, and a message of the role {message.role!r} has text"
+            f" only; move {name} to a message of the user",
         )
-    return [
-        dict(IMAGE_PART) if isinstance(part, ImagePart) else text_part(part.text)
-        for part in message.content or ()
-        if not isinstance(part, str)
-    ]
+    return [_template_part(part) for part in message.content or () if not isinstance(part, str)]
+
+
+def _template_part(part: ContentPart) -> dict[str, str]:
+    if isinstance(part, VideoUrlPart):
+        return dict(VIDEO_PART)
+    return dict(IMAGE_PART) if isinstance(part, MediaPart) else text_part(part.text)
 
 
 def _template_call(call: MessageToolCall, place: str) -> dict[str, Any]:
@@ -285,8 +292,8 @@ def explained(
         for call in calls:
             names[call["id"]] = call["function"]["name"]
         content = message.get("content") or ""
-        if isinstance(content, list):  # of the user or of a tool, with images
-            shown.append(_explained_images(message, content, names))
+        if isinstance(content, list):  # of the user or of a tool, with images or videos
+            shown.append(_explained_media(message, content, names))
             continue
         texts = [content]
         texts += [
@@ -313,10 +320,10 @@ def explained(
     return shown
 
 
-def _explained_images(
+def _explained_media(
     message: Mapping[str, Any], content: list[dict[str, str]], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A message with images. The message of a tool becomes one of the user."""
+    """A message with images or videos. The message of a tool becomes one of the user."""
     if message["role"] != "tool":
         return dict(message)
     name = names.get(message["tool_call_id"], message["tool_call_id"])

@@ -183,7 +183,9 @@ def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Ser
 
     # A batch file needs no API keys, no limits and no store of replies.
     server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
-    service = Service(client, server, config.sampling, config.lora, config.images)
+    service = Service(
+        client, server, config.sampling, config.lora, config.images, video=config.video
+    )
     return create_app(service), service
 
 

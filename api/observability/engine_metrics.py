@@ -202,7 +202,7 @@ def _gauges(engine: EngineFigures) -> Iterator[Metric]:
             stats.num_waiting_for_grammar,
         ),
         "requests_waiting_for_encodings": (
-            "Sequences whose images or audio are not encoded.",
+            "Sequences whose images, videos or audio are not encoded.",
             stats.num_waiting_for_encodings,
         ),
         "kv_cache_usage_ratio": (
@@ -263,13 +263,16 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
             "Time spent on building grammars, beside the steps.",
             "grammar_build_seconds",
         ),
-        "inputs_encoded": ("Images and windows of audio that were encoded.", "num_inputs_encoded"),
+        "inputs_encoded": (
+            "Images, pairs of video frames and windows of audio that were encoded.",
+            "num_inputs_encoded",
+        ),
         "encoding_hits": (
-            "Images and audio of requests that were encoded before.",
+            "Images, videos and audio of requests that were encoded before.",
             "num_encoding_hits",
         ),
         "encode_seconds": (
-            "Time for encoding images and audio, between steps.",
+            "Time for encoding images, videos and audio, between steps.",
             "encode_seconds",
         ),
     }

@@ -129,7 +129,7 @@ class VllmCollector(Collector):
             yield family
 
     def _waiting(self, labels: dict[str, str]) -> Metric:
-        """Waiting sequences by reason; `deferred` = they wait for a grammar, images or audio."""
+        """Waiting sequences by reason; `deferred` = they wait for a grammar or an encoding."""
         stats = self._stats()
         num_deferred = stats.num_waiting_for_grammar + stats.num_waiting_for_encodings
         family = GaugeMetricFamily(

@@ -42,12 +42,12 @@ class ForkStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to prepare. In the message, a newline, the fetched images and the body follow."""
+    """A request to prepare. In the message, a newline, what was fetched and the body follow."""
 
     function: str
     arrival: Arrival  # without `fetched`
     is_shared: bool  # the fork prepares further requests
-    fetched: list[tuple[str, int]] = []  # URL and size of each fetched image
+    fetched: list[tuple[str, int]] = []  # URL and size of each fetched image or video
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class ForkAnswer(NamedTuple):
     audio = b"a"  # the same with the features of all windows of audio instead of pixels
     refusal = b"-"  # a `Refusal`
     own_fork = b"1"  # the request needs a fork of its own
-    fetch = b"f"  # a JSON object: URL of an image to fetch -> its name
+    fetch = b"f"  # a JSON object: URL to fetch -> `FetchWanted`
     failure = b"!"  # the traceback of an unexpected error
 
 
@@ -116,7 +116,7 @@ def encode_job(
 
 
 def read_job(job: bytes) -> tuple[ForkJob, bytes]:
-    """The job, with the fetched images in its arrival, and the body."""
+    """The job, with what was fetched in its arrival, and the body."""
     begin = job.index(b"\n") + 1
     ordered = msgspec.json.decode(job[: begin - 1], type=ForkJob)
     fetched: dict[str, bytes] = {}

@@ -22,6 +22,7 @@ __all__ = (
     "check_fields",
     "check_model",
     "make_generation",
+    "num_media_bytes",
     "sampling_params",
     "with_thinking",
 )
@@ -220,6 +221,13 @@ def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
             str(error), param="thinking_token_budget", code="invalid_value"
         ) from error
     return msgspec.structs.replace(generation, sampling=sampling)
+
+
+def num_media_bytes(generations: Sequence[Generation]) -> int:
+    """Bytes of the images, videos and audio of a request. Equal ones count once."""
+    sizes = {image.digest: len(image.data) for one in generations for image in one.images}
+    sizes |= {one.audio.digest: len(one.audio.data) for one in generations if one.audio is not None}
+    return sum(sizes.values())
 
 
 def _refusal(

@@ -23,10 +23,12 @@ from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
+from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.client.requests import bad_words_token_ids
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import BeginPart
+from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 
 __all__ = (
@@ -44,6 +46,10 @@ _BODY_S = 10.0
 _PROMPT_S = 30.0
 _TEMPLATE_S = 2.0  # for a template that the client sends
 _IMAGE_S = 20.0  # for decoding and resizing one image
+# For decoding and resizing one video: this, and a part for each frame that the model sees. Up to a
+# few hundred other frames are decoded for each.
+_VIDEO_S = 60.0
+_VIDEO_S_PER_FRAME = 1.0
 # For decoding audio and computing its spectrograms: this, and a part for each second of audio. A
 # slow processor takes a tenth of the part.
 _AUDIO_S = 20.0
@@ -51,19 +57,19 @@ _AUDIO_S_PER_SECOND = 0.05
 
 
 class ForkNeededError(Exception):
-    """The request needs a fork of its own: it has images, audio, or a template."""
+    """The request needs a fork of its own: it has images, videos, audio, or a template."""
 
 
 class FetchNeededError(Exception):
-    """Images of the request must be fetched before it can be prepared.
+    """Images or videos of the request must be fetched before it can be prepared.
 
     Args:
-        urls: URL -> the name of its image in errors.
+        wanted: by URL.
     """
 
-    def __init__(self, urls: Mapping[str, str]) -> None:
-        super().__init__(f"{len(urls)} images must be fetched")
-        self.urls = dict(urls)
+    def __init__(self, wanted: Mapping[str, FetchWanted]) -> None:
+        super().__init__(f"{len(wanted)} images or videos must be fetched")
+        self.wanted = dict(wanted)
 
 
 class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +79,13 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParserName = ReasoningParserName.auto
     default_max_tokens: int | None = None  # `sampling.max_tokens`
     images: ImagesConfig = msgspec.field(default_factory=ImagesConfig)
+    video: VideoConfig = msgspec.field(default_factory=VideoConfig)
     audio: AudioConfig = msgspec.field(default_factory=AudioConfig)
+
+    @property
+    def media(self) -> MediaLimits:
+        """The limits of images and videos."""
+        return MediaLimits(self.images, self.video)
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +95,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
     stored_messages: msgspec.Raw | None = None
     adapters: tuple[str, ...] = ()  # names of the adapters that were loaded when it arrived
-    fetched: dict[str, bytes] = {}  # URL of an image -> the bytes that were fetched
+    fetched: dict[str, bytes] = {}  # URL of an image or video -> the bytes that were fetched
     content_type: str = ""  # the header, for a body that is a form; empty = the body is JSON
 
 
@@ -204,6 +216,11 @@ class Preparation:
     def begin_image(self, name: str) -> None:
         """Note that decoding an image begins."""
         self._begin_part(name, _IMAGE_S)
+
+    def begin_video(self, name: str) -> None:
+        """Note that decoding a video begins."""
+        most = _VIDEO_S + _VIDEO_S_PER_FRAME * self.settings.video.max_frames
+        self._begin_part(name, most)
 
     def begin_audio(self, name: str) -> None:
         """Note that decoding audio begins."""

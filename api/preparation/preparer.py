@@ -12,9 +12,9 @@ for small requests, 2 for large requests, and 2 for templates. The forks for lar
 templates have a lower priority.
 
 A request with images gets a new fork too, because it needs much memory, and because decoders of
-images have had faults that gave their process away. At most 4 of these forks work at a time. If
-images must be fetched, the first fork only says which. Then the event loop fetches them, and a new
-fork prepares the request.
+images have had faults that gave their process away. At most 4 of these forks work at a time, and 2
+more for requests with videos, which can take a minute. If images or videos must be fetched, the
+first fork only says which. Then the event loop fetches them, and a new fork prepares the request.
 
 A form has audio and gets a new fork for the same reasons. At most 2 of these forks work at a time
 for forms up to 1 MiB, and 2 for larger ones.
@@ -50,14 +50,16 @@ from ostinato.api.preparation.preparation import (
 )
 from ostinato.api.preparation.prompt_encoder import TextSource
 from ostinato.api.preparation.turns import decoder_in_turns
-from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.models.vision.video_spec import FRAMES_OF_PAIR
 from ostinato.runtime.audio.audio_inputs import max_audio_memory
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
+from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.sandbox import Fault
+from ostinato.runtime.video.video_inputs import max_video_memory
 
 if TYPE_CHECKING:
-    from ostinato.runtime.images.fetch_images import ImageFetcher
+    from ostinato.runtime.images.fetch_media import MediaFetcher
 
 __all__ = ("Body", "Prepare", "Preparer")
 
@@ -76,7 +78,9 @@ _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
 _SHORT_AUDIO_BYTES = 1 << 20
 _NICENESS = 10  # the niceness of forks for large requests and for templates
-_IMAGE_KEY = b'"image'  # begins a key or a type of every part with an image: image, image_url
+# These begin a key or a type of every part with an image (image, image_url) or a video (video_url).
+_IMAGE_KEY = b'"image'
+_VIDEO_KEY = b'"video'
 _NUM_TRIES = 3  # a job is tried this many times, unless it exceeds a limit of time or memory
 # The memory for a body: its values, its text in several encodings, and its tokens.
 _LEAST_MEMORY = 512 << 20
@@ -96,14 +100,14 @@ class Preparer:
     Args:
         source: the model and its tokenizer; set when the engine has started.
         settings: the settings of the server.
-        fetcher: fetches images; None = made when the first image is fetched.
+        fetcher: fetches images and videos; None = made when the first of them is fetched.
     """
 
     def __init__(
         self,
         source: TextSource,
         settings: PreparationSettings,
-        fetcher: ImageFetcher | None = None,
+        fetcher: MediaFetcher | None = None,
     ) -> None:
         self._source = source
         self._settings = settings
@@ -113,6 +117,7 @@ class Preparer:
         self._large_turns = asyncio.Semaphore(2)
         self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
         self._image_turns = asyncio.Semaphore(4)  # both, if the model takes images
+        self._video_turns = asyncio.Semaphore(2)
         self._audio_turns = asyncio.Semaphore(2)
         self._short_audio_turns = asyncio.Semaphore(2)  # files up to `_SHORT_AUDIO_BYTES`
         self._fetcher = fetcher
@@ -142,19 +147,19 @@ class Preparer:
             return None
 
     async def run_apart(self, prepare: Prepare[T], data: Body, arrival: Arrival) -> T:
-        """The result of `prepare` in a fork. Images are fetched. Cancelling the call ends the work.
+        """The result of `prepare` in a fork. Media are fetched. Cancelling the call ends the work.
 
         Raises:
             InvalidRequestError: `prepare` refuses the request, it takes too much time or memory, or
-                an image cannot be fetched.
+                an image or a video cannot be fetched.
             UnavailableError: no process could prepare the request.
             RuntimeError: `prepare` raised an unexpected error. The text has its traceback.
         """
         try:
             return await self._in_forks(prepare, data, arrival)
         except FetchNeededError as error:
-            urls = error.urls
-        fetched = await (await self._images()).fetch(urls)
+            wanted = error.wanted
+        fetched = await (await self._fetches()).fetch(wanted)
         arrival = msgspec.structs.replace(arrival, fetched=fetched)
         return await self._in_forks(prepare, data, arrival)
 
@@ -162,42 +167,46 @@ class Preparer:
         """The result of `prepare`, from a shared fork or a fork of its own.
 
         Raises:
-            FetchNeededError: images must be fetched first.
+            FetchNeededError: images or videos must be fetched first.
         """
         if arrival.content_type:
             is_short = len(data) <= _SHORT_AUDIO_BYTES
             async with self._short_audio_turns if is_short else self._audio_turns:
                 limits = JobLimits(self._audio_memory(data), niceness=_NICENESS)
                 return await self._fork(prepare, data, arrival, limits)
-        size, takes_images = _size(data, arrival), self._source.model.images is not None
+        size, spec = _size(data, arrival), self._source.model.images
         turns = self._large_turns
-        # A request with images does not visit a shared fork first, which would refuse it.
-        has_images = takes_images and (_IMAGE_KEY in data or bool(arrival.fetched))
-        if size <= _LARGE_BYTES and not has_images:
+        # A request with media does not visit a shared fork first, which would refuse it.
+        has_videos = spec is not None and spec.video is not None and _VIDEO_KEY in data
+        has_images = spec is not None and (_IMAGE_KEY in data or bool(arrival.fetched))
+        if size <= _LARGE_BYTES and not has_images and not has_videos:
             turns = self._own_turns
             with contextlib.suppress(ForkNeededError):
                 async with self._turns:
                     limits = JobLimits(_memory(size), is_shared=True)
                     return await self._fork(prepare, data, arrival, limits)
-        async with self._image_turns if takes_images else turns:
-            memory = _memory(size) + self._image_memory(arrival)
+        if spec is not None:
+            turns = self._video_turns if has_videos else self._image_turns
+        async with turns:
+            memory = _memory(size) + self._media_memory(arrival, has_videos=has_videos)
             limits = JobLimits(memory, niceness=_NICENESS)
             return await self._fork(prepare, data, arrival, limits)
 
-    def _image_memory(self, arrival: Arrival) -> int:
-        """Bytes of memory for the images of a request; 0 if the model takes none."""
+    def _media_memory(self, arrival: Arrival, *, has_videos: bool) -> int:
+        """Bytes of memory for the media of a request; 0 if the model takes none."""
         model = self._source.model
         spec = model.images
         if spec is None:
             return 0
         prepared = model.image_cache_tokens + spec.max_tokens  # one image is prepared before a 400
         pixels = prepared * spec.unit**2
+        decoding = _MEMORY_PER_PIXEL * self._settings.images.max_pixels
+        if has_videos:
+            pixels *= FRAMES_OF_PAIR
+            images, video = self._settings.media
+            decoding = max(decoding, max_video_memory(images, video))
         fetched = sum(map(len, arrival.fetched.values()))
-        return (
-            _MEMORY_PER_PIXEL * self._settings.images.max_pixels
-            + _MEMORY_PER_PREPARED_PIXEL * pixels
-            + 3 * fetched
-        )
+        return decoding + _MEMORY_PER_PREPARED_PIXEL * pixels + 3 * fetched
 
     def _audio_memory(self, data: Body) -> int:
         """Bytes of memory for a form with audio."""
@@ -205,10 +214,10 @@ class Preparer:
         decoded = 0 if spec is None else max_audio_memory(spec, self._settings.audio)
         return _LEAST_MEMORY + _COPIES_OF_FORM * len(data) + _COPIES_OF_FEATURES * decoded
 
-    async def _images(self) -> ImageFetcher:
+    async def _fetches(self) -> MediaFetcher:
         if self._fetcher is None:
             # The HTTP client takes a tenth of a second to import, so it is imported on a thread.
-            self._fetcher = await asyncio.to_thread(_make_fetcher, self._settings.images)
+            self._fetcher = await asyncio.to_thread(_make_fetcher, self._settings.media)
         return self._fetcher
 
     def close(self) -> None:
@@ -253,17 +262,17 @@ def _memory(size: int) -> int:
     return _LEAST_MEMORY + _MEMORY_PER_BYTE * size
 
 
-def _make_fetcher(config: ImagesConfig) -> ImageFetcher:
-    from ostinato.runtime.images.fetch_images import ImageFetcher
+def _make_fetcher(limits: MediaLimits) -> MediaFetcher:
+    from ostinato.runtime.images.fetch_media import MediaFetcher
 
-    return ImageFetcher(config)
+    return MediaFetcher(limits)
 
 
 def _raise_for(error: JobError, *, is_last: bool) -> None:
     """Raise an error for the client. Returns if the job is to be tried again."""
     if error.reason.fault is Fault.job:
         part = error.part or "the body"
-        # The name of an image begins with that of its field.
+        # The name of an image or a video begins with that of its field.
         param = None if part == "the body" else part.partition(":")[0]
         raise InvalidRequestError(
             f"{part} takes {error.reason.text}; make it simpler or shorter",
@@ -297,7 +306,7 @@ async def _read_answer(prepare: Prepare[T], answer: bytes | bytearray) -> T:
     if kind == ForkAnswer.own_fork:
         raise ForkNeededError
     if kind == ForkAnswer.fetch:
-        raise FetchNeededError(msgspec.json.decode(view, type=dict[str, str]))
+        raise FetchNeededError(msgspec.json.decode(view, type=dict[str, FetchWanted]))
     raise RuntimeError(f"preparing a request failed:\n{str(view, 'utf-8')}")
 
 

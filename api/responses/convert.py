@@ -28,7 +28,7 @@ from ostinato.api.responses.schemas import (
     ToolChoice,
     ToolDefinition,
 )
-from ostinato.api.schemas import conversation, image_parts
+from ostinato.api.schemas import conversation, media_parts
 from ostinato.api.schemas.body_decoding import refusal
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
@@ -275,7 +275,7 @@ def _content(content: str | Sequence[Any]) -> str | list[ContentPart]:
     if isinstance(content, str) or not any(isinstance(one, InputImagePart) for one in content):
         return _text(content)
     return [
-        image_parts.InputImagePart(image_url=one.image_url, detail=one.detail)
+        media_parts.InputImagePart(image_url=one.image_url, detail=one.detail)
         if isinstance(one, InputImagePart)
         else TextPart(one.text)
         for one in content

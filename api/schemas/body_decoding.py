@@ -148,12 +148,19 @@ def refusal(
     if place.startswith("`key` in "):
         problem = f"its keys must be whole numbers as text, got {_wrong_key(body, inner)}"
     elif path.endswith(".type") and ".content[" in path:
-        problem += "; parts are {'type': 'text', 'text': ...} or an image (docs/images.md)"
+        problem += f"; parts are {{'type': 'text', 'text': ...}} or {_media_parts(schema)}"
     elif problem.startswith("Invalid ") and (allowed := allowed_values(schema, inner)):
         problem += f"; allowed: {', '.join(allowed)}"
     elif inner and (value := shown_value(body, inner)) is not None:
         subject += f"={value}"
     return InvalidRequestError(f"{subject}: {problem}", param=path or None, code="invalid_value")
+
+
+def _media_parts(schema: Any) -> str:
+    """The parts of a message that are not text."""
+    image = "an image (docs/images.md)"
+    takes_videos = getattr(schema, "has_template_fields", False)  # those of chats
+    return f"{image} or a video (docs/video.md)" if takes_videos else image
 
 
 def _wrong_key(body: Any, path: str) -> str:

@@ -24,6 +24,7 @@ from ostinato.api.schemas.conversation import (
     ToolChoice,
 )
 from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.api.schemas.media_parts import MediaSettings
 from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
 
 __all__ = (
@@ -78,6 +79,7 @@ class ChatCompletionRequest(
     chat_template: str | None = None  # replaces the model's template
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
     documents: list[dict[str, Any]] | None = None  # for templates that show them to the model
+    media_io_kwargs: MediaSettings | None = None  # which frames of its videos are used
     tools: list[Tool | CustomToolEntry] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer

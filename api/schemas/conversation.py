@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
-from ostinato.api.schemas.image_parts import ImageUrlPart, InputImagePart
+from ostinato.api.schemas.media_parts import ImageUrlPart, InputImagePart, VideoUrlPart
 
 __all__ = (
     "AllowedTools",
@@ -22,7 +22,7 @@ __all__ = (
     "FunctionTool",
     "Grammar",
     "GrammarInput",
-    "ImagePart",
+    "MediaPart",
     "Message",
     "MessageToolCall",
     "NamedCustomToolChoice",
@@ -43,7 +43,7 @@ Role = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-ImagePart = ImageUrlPart | InputImagePart
+MediaPart = ImageUrlPart | InputImagePart | VideoUrlPart
 
 
 class TextPart(
@@ -66,7 +66,7 @@ class RefusalPart(
         return self.refusal
 
 
-ContentPart = TextPart | RefusalPart | ImageUrlPart | InputImagePart
+ContentPart = TextPart | RefusalPart | ImageUrlPart | InputImagePart | VideoUrlPart
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,19 +115,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def text(self) -> str | None:
-        """The content as one text without images, or the refusal. Parts are joined by newlines."""
+        """The content as one text without media, or the refusal. Parts are joined by newlines."""
         if self.content is None:
             return self.refusal
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content if not isinstance(part, ImagePart))
+        return "\n".join(part.text for part in self.content if not isinstance(part, MediaPart))
 
     @property
-    def images(self) -> list[ImagePart]:
-        """The images of the content, in its order."""
+    def media(self) -> list[MediaPart]:
+        """The images and videos of the content, in its order."""
         if self.content is None or isinstance(self.content, str):
             return []
-        return [part for part in self.content if isinstance(part, ImagePart)]
+        return [part for part in self.content if isinstance(part, MediaPart)]
 
 
 _MESSAGE_KEYS = frozenset(Message.__struct_fields__)

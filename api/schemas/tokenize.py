@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from ostinato.api.schemas.conversation import Message, Tool
+from ostinato.api.schemas.media_parts import MediaSettings
 
 __all__ = (
     "DetokenizeRequest",
@@ -30,6 +31,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
+    media_io_kwargs: MediaSettings | None = None  # as in chat completions
     return_token_strs: bool = False
 
 

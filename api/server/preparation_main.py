@@ -33,6 +33,7 @@ from ostinato.runtime.images.image_inputs import preload_images
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.video.video_inputs import preload_videos
 
 __all__ = ("FUNCTIONS", "main")
 
@@ -65,6 +66,8 @@ def begin(first: bytes) -> Job:
     source = _Source(start)
     if start.model.images is not None:
         preload_images()
+        if start.model.images.video is not None:
+            preload_videos()
     if start.model.audio is not None:
         preload_audio()
 
@@ -83,7 +86,7 @@ def begin(first: bytes) -> Job:
         except ForkNeededError:
             return ForkAnswer.own_fork
         except FetchNeededError as error:
-            return ForkAnswer.fetch + msgspec.json.encode(error.urls)
+            return ForkAnswer.fetch + msgspec.json.encode(error.wanted)
         except MemoryError:
             raise
         except Exception:  # the boundary of the process: the parent logs it

@@ -18,9 +18,9 @@ from ostinato.api.service.service import Service
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import DeviceName
-from ostinato.runtime.audio.pyav import require_av
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.media_files.pyav import require_av
 
 if TYPE_CHECKING:
     from litestar import Litestar
@@ -123,6 +123,7 @@ class LiveApp:
             config.lora,
             config.images,
             config.audio,
+            config.video,
         )
         self._app = create_app(self._service)
         if self._client.model.audio is not None:

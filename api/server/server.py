@@ -30,13 +30,13 @@ from ostinato.api.observability.trace_recorder import TraceRecorder
 from ostinato.api.server.heap_memory import return_free_memory, return_large_blocks
 from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ServerConfig
-from ostinato.runtime.audio.pyav import require_av
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.early.process_age import process_age_s
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.file_limit import reserve_files
+from ostinato.runtime.media_files.pyav import require_av
 from ostinato.runtime.process.log_format import configure_logging
 from ostinato.runtime.types.engine_info import ServedTask
 
@@ -318,7 +318,13 @@ def _http_server(
             yield
 
     service = Service(
-        client, config.server, config.sampling, config.lora, config.images, config.audio
+        client,
+        config.server,
+        config.sampling,
+        config.lora,
+        config.images,
+        config.audio,
+        config.video,
     )
     service.runner.trace = trace
     protocol = functools.partial(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from ostinato.api.base.errors import OverloadedError, UnavailableError
@@ -16,6 +17,7 @@ from ostinato.runtime.types.engine_info import EngineStats
 __all__ = ("Admission", "EngineQueue")
 
 _MAX_RETRY_AFTER_S = 600
+_MIB = 1 << 20
 
 
 class EngineQueue(EngineSigns, Protocol):
@@ -42,6 +44,7 @@ class Admission:
         phase: how far the start is, such as `loading` or `launch is done`; None = the engine has
             started.
         is_draining: whether the server is shutting down and refuses new requests.
+        num_media_bytes: bytes of the prepared images, videos and audio of requests in progress.
     """
 
     def __init__(self, engine: EngineQueue, server: ServerConfig) -> None:
@@ -49,6 +52,7 @@ class Admission:
         self._server = server
         self.phase: str | None = "starting"
         self.is_draining = False
+        self.num_media_bytes = 0
 
     def health_problem(self) -> str | None:
         """Why the engine does not work; None = it works."""
@@ -113,6 +117,31 @@ class Admission:
         if full is not None:
             raise full
 
+    def check_media(self, num_bytes: int) -> None:
+        """Check the prepared images, videos or audio of one request against the limit.
+
+        If no other request has any, they can have any size.
+
+        Raises:
+            OverloadedError: with these bytes, all requests in progress have more than
+                `server.max_media_mib`.
+        """
+        limit, held = self._server.max_media_mib, self.num_media_bytes
+        if limit is not None and held and num_bytes and held + num_bytes > limit * _MIB:
+            raise self._overloaded(
+                f"images, videos and audio of requests in progress: {held / _MIB:.1f} MiB, of this "
+                f"request: {num_bytes / _MIB:.1f} MiB, server.max_media_mib={limit:g}"
+            )
+
+    @contextmanager
+    def holding_media(self, num_bytes: int) -> Iterator[None]:
+        """A context in which so many bytes count as those of a request in progress."""
+        self.num_media_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_media_bytes -= num_bytes
+
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
@@ -132,10 +161,13 @@ class Admission:
         return None
 
     def _full(self, text: str) -> OverloadedError:
+        return self._overloaded(f"the queue is full: {text}")
+
+    def _overloaded(self, text: str) -> OverloadedError:
         # When the predicted TTFT of a new request has passed, the present queue has been served.
         seconds = math.ceil(self._engine.stats.predicted_ttft_seconds)
         return OverloadedError(
-            f"the queue is full: {text}; try again later",
+            f"{text}; try again later",
             code="queue_full",
             retry_after_s=min(max(1, seconds), _MAX_RETRY_AFTER_S),
         )

@@ -8,46 +8,41 @@ import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
     Iterator,
     Sequence,
 )
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from ostinato.api.base.errors import UnavailableError, status_of
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.observability.trace_recorder import TraceRecorder
-from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.generation import Generation, num_media_bytes
 from ostinato.api.schemas.response_format import refusing_by_field
 from ostinato.api.service.admission import Admission
+from ostinato.api.service.concurrent_prompts import (
+    IndexedOutput,
+    Outputs,
+    all_in_time,
+    merged_outputs,
+)
 from ostinato.api.service.request_stats import RequestStats, StatsSinks
 from ostinato.runtime.client.requests import ALONE, PreparedParts, RequestShare
 from ostinato.runtime.errors import (
-    DeadlineError,
     EngineDeadError,
     EngineError,
     InvalidRequestError,
 )
-from ostinato.runtime.fair_queue import FairQueue
 from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
-__all__ = ("Generator", "IndexedOutput", "RequestRunner")
+__all__ = ("Generator", "RequestRunner")
 
-T = TypeVar("T")
 _MAX_GRAMMAR_CHARACTERS = 64 << 20  # summed over the sequences of a request
-_AT_ONCE = 8  # prompts of one request that are started before other tasks run
 _LEAST_WINDOW = 256  # one request may always have this many sequences in the engines
-
-IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
-# A client's `generate` is a generator. Closing it aborts the request.
-Outputs = AsyncGenerator[RequestOutput, None]
 
 
 class Generator(Protocol):
@@ -125,10 +120,12 @@ class RequestRunner:
         Raises:
             InvalidRequestError: the constraint is not valid or too complex, or a prompt is longer
                 than the server allows.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, or requests in progress have too many images,
+                videos or audio.
             HelperProcessError: no process could check the constraint.
         """
         self._admission.check_prompts([len(one.prompt_token_ids) for one in generations])
+        self._admission.check_media(num_media_bytes(generations))
         sampling = generations[0].sampling
         if sampling.structured_outputs is None:
             return
@@ -183,7 +180,10 @@ class RequestRunner:
             return _arguments(generations[index], context, RequestShare(place, group, size))
 
         try:
-            with self._measured(stats):
+            with (
+                self._measured(stats),
+                self._admission.holding_media(num_media_bytes(generations)),
+            ):
                 if len(generations) == 1:  # one prompt needs no queue that merges outputs
                     outputs = self._client.generate(**arguments(0))
                     async with aclosing(cast("Outputs", outputs)) as outputs:
@@ -195,7 +195,11 @@ class RequestRunner:
                     window = _window(self._client, generations[0].sampling.num_candidates)
                     if at_once is not None:
                         window = asyncio.Semaphore(at_once)
-                    merged = _merged(self._client, arguments, len(generations), window)
+                    merged = merged_outputs(
+                        lambda index: self._client.generate(**arguments(index)),
+                        len(generations),
+                        window,
+                    )
                     async with aclosing(merged):
                         async for prompt_index, output in merged:
                             stats.add(prompt_index, output)
@@ -207,7 +211,7 @@ class RequestRunner:
                 for prompt_index, num_tokens in stats.num_tokens():
                     one = generations[prompt_index]
                     # Only equal adapters, images and audio share prefixes.
-                    images = "".join(image.digest.hex() for image in one.images)
+                    images = "".join(image.cache_key.hex() for image in one.images)
                     audio = "" if one.audio is None else one.audio.digest.hex()
                     salt = one.cache_salt + digest + images + audio
                     self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, salt)
@@ -267,7 +271,7 @@ class RequestRunner:
             return output
 
         with self._measured(stats):
-            return await _all_in_time(
+            return await all_in_time(
                 [one(index, token_ids) for index, token_ids in enumerate(batch)], context
             )
 
@@ -335,49 +339,6 @@ def _window(client: Generator, num_candidates: int = 1) -> asyncio.Semaphore:
     return asyncio.Semaphore(max(1, num_sequences // num_candidates))
 
 
-async def _all_in_time(
-    work: Sequence[Coroutine[Any, Any, PooledOutput]], context: RequestContext
-) -> list[PooledOutput]:
-    """All results. Raises the first failure; then unfinished work is cancelled."""
-    remaining_s = None
-    if context.timeout_ms is not None:
-        remaining_s = context.arrived_at + context.timeout_ms / 1e3 - time.monotonic()
-    tasks: list[asyncio.Task[PooledOutput]] = []
-    try:
-        async with asyncio.timeout(remaining_s):
-            async for task in _started(work):
-                tasks.append(task)
-            return await asyncio.gather(*tasks)
-    except TimeoutError as error:
-        raise DeadlineError("the request's deadline passed before its answer") from error
-    finally:
-        await _cancel(tasks)
-        for one in work[len(tasks) :]:
-            one.close()
-
-
-async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asyncio.Task[T], None]:
-    """Start tasks for many coroutines. After every few starts, other tasks of the loop run."""
-    for number, one in enumerate(work, 1):
-        yield asyncio.create_task(one)
-        if number % _AT_ONCE == 0:
-            await asyncio.sleep(0)
-
-
-async def _cancel(*groups: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel and await many tasks, a few at a time. Other tasks of the loop run in between.
-
-    Args:
-        groups: the tasks. Those of an earlier group can add tasks to a later group.
-    """
-    for tasks in groups:
-        for begin in range(0, len(tasks), _AT_ONCE):
-            some = tasks[begin : begin + _AT_ONCE]
-            for task in some:
-                task.cancel()
-            await asyncio.gather(*some, return_exceptions=True)
-
-
 def _arguments(one: Generation, context: RequestContext, share: RequestShare) -> dict[str, Any]:
     """The arguments of `Generator.generate` for one prompt."""
     times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
@@ -399,51 +360,3 @@ def _arguments(one: Generation, context: RequestContext, share: RequestShare) ->
         ),
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }
-
-
-async def _merged(
-    client: Generator,
-    arguments: Callable[[int], dict[str, Any]],
-    num_prompts: int,
-    window: asyncio.Semaphore,
-) -> AsyncGenerator[IndexedOutput, None]:
-    """Outputs of several prompts in the order of their arrival.
-
-    Args:
-        client: generates.
-        arguments: called with the index of a prompt; returns the arguments of `Generator.generate`.
-        num_prompts: number of prompts of the request.
-        window: limits the prompts that are in the engines at once.
-    """
-    queue: FairQueue[IndexedOutput | Exception | None] = FairQueue()
-
-    async def pump(prompt_index: int) -> None:
-        try:
-            outputs = client.generate(**arguments(prompt_index))
-            async with window, aclosing(cast("Outputs", outputs)) as outputs:
-                async for output in outputs:
-                    queue.put_nowait((prompt_index, output))
-            queue.put_nowait(None)
-        except Exception as error:  # the reader raises it
-            queue.put_nowait(error)
-
-    tasks: list[asyncio.Task[None]] = []
-
-    async def begin() -> None:
-        async for task in _started(map(pump, range(num_prompts))):
-            tasks.append(task)
-
-    starter = asyncio.create_task(begin())
-    try:
-        num_running = num_prompts
-        while num_running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_running -= 1
-            else:
-                yield item
-    finally:
-        # The web framework cancels a stream again at each `await`, until the stream has ended.
-        await asyncio.shield(_cancel([starter], tasks))

@@ -21,6 +21,7 @@ from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.types.adapters import ServedAdapter
@@ -70,6 +71,7 @@ class Service:
         lora: how many adapters can be loaded, and from where; None = there are no adapters.
         images: the limits of images, and from where they are fetched; None = the defaults.
         audio: the limits of audio; None = the defaults.
+        video: the limits of videos; None = the defaults.
 
     Attributes:
         admission: accepts or refuses requests, and has the phase of the server's start or end.
@@ -89,6 +91,7 @@ class Service:
         lora: LoraConfig | None = None,
         images: ImagesConfig | None = None,
         audio: AudioConfig | None = None,
+        video: VideoConfig | None = None,
     ) -> None:
         self.client = client
         self.server = server
@@ -104,6 +107,7 @@ class Service:
                 reasoning_parser=server.reasoning_parser,
                 default_max_tokens=sampling.max_tokens,
                 images=images or ImagesConfig(),
+                video=video or VideoConfig(),
                 audio=self.audio,
             ),
         )

@@ -18,7 +18,6 @@ from ostinato.conf.arguments.cache_arguments import (
     check_one_size,
     transfer_settings,
 )
-from ostinato.conf.arguments.images_arguments import MEDIA_REFUSED, MEDIA_SETTINGS
 from ostinato.conf.arguments.json_values import json_value
 from ostinato.conf.arguments.lora_arguments import (
     ADAPTERS,
@@ -30,6 +29,7 @@ from ostinato.conf.arguments.lora_arguments import (
     slots_if_enabled,
     without_lora,
 )
+from ostinato.conf.arguments.media_arguments import MEDIA_REFUSED, MEDIA_SETTINGS
 from ostinato.conf.arguments.speculative_config import speculation_settings
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError

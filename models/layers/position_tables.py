@@ -21,12 +21,12 @@ __all__ = (
 class RotaryEmbedding(nn.Module):
     """The rows of the cosine and sine tables at a step's positions."""
 
-    cos: Tensor  # [max_model_len, rotary_dim / 2] float32
+    cos: Tensor  # [max_model_len + num_extra, rotary_dim / 2] float32
     sin: Tensor
 
-    def __init__(self, rope: Rope, options: BuildOptions) -> None:
+    def __init__(self, rope: Rope, options: BuildOptions, *, num_extra: int = 0) -> None:
         super().__init__()
-        cos, sin = rope_tables(rope, options.max_model_len, options.device)
+        cos, sin = rope_tables(rope, options.max_model_len, options.device, num_extra=num_extra)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -39,13 +39,21 @@ class GridRotaryEmbedding(RotaryEmbedding):
     """Rotary tables for positions on several axes (M-RoPE, arXiv:2409.12191).
 
     Each pair of rotated elements has an axis, and is rotated by the position on this axis.
+
+    Args:
+        rope: the rotary embedding.
+        axes: the axis of each pair of elements.
+        options: dtype and device.
+        num_extra: positions beyond the longest context. Positions in time can lie there.
     """
 
     axes: Tensor  # [rotary_dim / 2] int64
     pairs: Tensor  # [rotary_dim / 2] int64: 0, 1, 2, ...
 
-    def __init__(self, rope: Rope, axes: tuple[int, ...], options: BuildOptions) -> None:
-        super().__init__(rope, options)
+    def __init__(
+        self, rope: Rope, axes: tuple[int, ...], options: BuildOptions, *, num_extra: int = 0
+    ) -> None:
+        super().__init__(rope, options, num_extra=num_extra)
         num_pairs = self.cos.shape[1]
         if len(axes) != num_pairs:
             raise ValueError(

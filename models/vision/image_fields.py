@@ -14,7 +14,16 @@ from typing import Any
 import msgspec
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
-from ostinato.models.vision.processor_fields import ProcessorFields, read_processor_fields
+from ostinato.models.vision.processor_fields import (
+    ProcessorFields,
+    read_areas,
+    read_colours,
+    read_id,
+    read_processor_fields,
+    read_resample,
+    text_of_id,
+)
+from ostinato.models.vision.video_fields import read_video_spec
 
 __all__ = ("read_image_spec",)
 
@@ -98,9 +107,11 @@ def read_image_spec(
     hf_config: HFConfig,
     *,
     max_resized_pixels: int | None = None,
+    max_frame_pixels: int | None = None,
+    takes_videos: bool = True,
     token_text: Callable[[int], str],
 ) -> ImageSpec:
-    """Read how a model takes images.
+    """Read how a model takes images and videos.
 
     Args:
         checkpoint_directory: has preprocessor_config.json, or processor_config.json with the key
@@ -108,6 +119,8 @@ def read_image_spec(
         hf_config: the parsed config.json.
         max_resized_pixels: the setting `images.max_resized_pixels`, which lowers the largest
             height * width of a resized image.
+        max_frame_pixels: the setting `video.max_resized_pixels`, the same for a frame of a video.
+        takes_videos: whether videos are served, if the model takes any.
         token_text: gives the text of a token id.
 
     Raises:
@@ -124,6 +137,21 @@ def read_image_spec(
             f"config.json: images for model_type={model_type!r} are not supported; supported: "
             f"{', '.join(('llava', *_DYNAMIC_PATCH))}"
         )
+    video = None
+    if takes_videos and model_type in _DYNAMIC_PATCH:
+        try:
+            video = read_video_spec(
+                checkpoint_directory,
+                hf_config,
+                spec,
+                max_resized_pixels=max_frame_pixels,
+                token_text=token_text,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; or set video.max_per_request=0 to serve no videos"
+            ) from error
+    spec = msgspec.structs.replace(spec, video=video)
     return spec if max_resized_pixels is None else _lower_pixels(spec, max_resized_pixels)
 
 
@@ -148,7 +176,7 @@ def _read_fixed(
     patch_size = _edge_of(tower, "patch_size", default_patch)
 
     pads_to_square = name == "LlavaImageProcessor" and fields.flag("do_pad")
-    mean, std, rescale = _read_colours(fields)
+    mean, std, rescale = read_colours(fields)
     if pads_to_square and (not fields.flag("do_normalize") or not all(0 <= c <= 1 for c in mean)):
         raise fields.refusal(
             "do_pad",
@@ -166,7 +194,7 @@ def _read_fixed(
             f"vision_config.patch_size={patch_size}; it must be larger"
         )
     placeholder_id = _read_placeholder(hf_config, 32000)
-    placeholder = _text_of(placeholder_id, "image_token_index", token_text)
+    placeholder = text_of_id(placeholder_id, "image_token_index", token_text)
     return ImageSpec(
         sizing=ImageSizing.fixed,
         placeholder_id=placeholder_id,
@@ -175,7 +203,7 @@ def _read_fixed(
         mean=mean,
         std=std,
         rescale=rescale,
-        resample=_read_resample(fields),
+        resample=read_resample(fields),
         patch_size=patch_size,
         pads_to_square=pads_to_square,
         shortest_edge=shortest_edge,
@@ -257,12 +285,12 @@ def _read_dynamic(
             )
     if fields.integer("temporal_patch_size") != 2:
         raise fields.refusal("temporal_patch_size", "it must be 2")
-    min_pixels, max_pixels = _read_areas(fields)
-    mean, std, rescale = _read_colours(fields)
+    min_pixels, max_pixels = read_areas(fields)
+    mean, std, rescale = read_colours(fields)
     placeholder_id = _read_placeholder(hf_config, 151655)
-    placeholder = _text_of(placeholder_id, "image_token_id", token_text)
+    placeholder = text_of_id(placeholder_id, "image_token_id", token_text)
     marks = [
-        _text_of(_read_id(hf_config, key, default), key, token_text)
+        text_of_id(read_id(hf_config, key, default), key, token_text)
         for key, default in (("vision_start_token_id", 151652), ("vision_end_token_id", 151653))
     ]
     return ImageSpec(
@@ -273,38 +301,12 @@ def _read_dynamic(
         mean=mean,
         std=std,
         rescale=rescale,
-        resample=_read_resample(fields),
+        resample=read_resample(fields),
         patch_size=fields.integer("patch_size"),
         merge_size=fields.integer("merge_size"),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
     )
-
-
-def _read_areas(fields: ProcessorFields) -> tuple[int, int]:
-    """The least and largest height * width.
-
-    `min_pixels` and `max_pixels` take the place of `size.shortest_edge` and `size.longest_edge`.
-    `size` has the same names in some files, but there they have no effect.
-    """
-    needed = "shortest_edge and longest_edge (areas in pixels)"
-    if fields.get("size") is None:
-        areas = dict(fields.defaults["size"])
-    else:
-        areas = dict(fields.lengths("size", needed))
-    for key, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        if fields.get(key) is not None:
-            areas[name] = fields.integer(key)
-            areas.pop(key, None)
-    if set(areas) != {"shortest_edge", "longest_edge"}:
-        raise fields.refusal("size", f"it must have {needed}")
-    if areas["shortest_edge"] > areas["longest_edge"]:
-        raise fields.refusal(
-            "size",
-            f"the least area {areas['shortest_edge']} (shortest_edge or min_pixels) must be at "
-            f"most the largest area {areas['longest_edge']} (longest_edge or max_pixels)",
-        )
-    return areas["shortest_edge"], areas["longest_edge"]
 
 
 def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
@@ -350,27 +352,6 @@ def _read_class(
     return name, ProcessorFields(source=source, stated=stated, defaults=classes[name])
 
 
-def _read_colours(
-    fields: ProcessorFields,
-) -> tuple[tuple[float, float, float], tuple[float, float, float], float]:
-    """Mean, standard deviation and factor of the colours."""
-    rescale = fields.factor("rescale_factor") if fields.flag("do_rescale") else 1.0
-    if not fields.flag("do_normalize"):
-        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), rescale
-    mean, std = fields.colours("image_mean"), fields.colours("image_std")
-    if 0.0 in std:
-        raise fields.refusal("image_std", "0 is not allowed")
-    return mean, std, rescale
-
-
-def _read_resample(fields: ProcessorFields) -> int:
-    """The number of Pillow's filter."""
-    value = fields.get("resample")
-    if isinstance(value, bool) or value not in range(6):
-        raise fields.refusal("resample", "it must be a number of Pillow's filters, 0 to 5")
-    return int(value)
-
-
 def _read_pair(
     fields: ProcessorFields, key: str, keys: str = "height and width"
 ) -> tuple[int, int]:
@@ -413,28 +394,10 @@ def _edge_of(tower: Mapping[str, Any], key: str, default: int) -> int:
 def _read_placeholder(hf_config: HFConfig, default: int) -> int:
     """The id of the placeholder token. Both keys have the same meaning."""
     keys = ("image_token_id", "image_token_index")
-    ids = {_read_id(hf_config, key, default) for key in keys if hf_config.get(key) is not None}
+    ids = {read_id(hf_config, key, default) for key in keys if hf_config.get(key) is not None}
     if len(ids) > 1:
         raise ValueError(
             f"config.json: image_token_id={hf_config['image_token_id']} and "
             f"image_token_index={hf_config['image_token_index']} must be the same; remove one"
         )
     return ids.pop() if ids else default
-
-
-def _read_id(hf_config: HFConfig, key: str, default: int) -> int:
-    value = hf_config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 0:
-        raise ValueError(f"config.json: {key}={json.dumps(value)} must be an integer of at least 0")
-    return value
-
-
-def _text_of(token_id: int, key: str, token_text: Callable[[int], str]) -> str:
-    text = token_text(token_id)
-    if not text:
-        raise ValueError(
-            f"config.json: {key}={token_id} has no text in the tokenizer; copy the tokenizer's "
-            "files of this checkpoint again"
-        )
-    return text

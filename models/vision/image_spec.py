@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+from ostinato.models.vision.video_spec import VideoSpec
+
 __all__ = ("MAX_ASPECT_RATIO", "ImageSizing", "ImageSpec")
 
 MAX_ASPECT_RATIO = 200
@@ -51,6 +53,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Dynamic sizing: limits of height * width.
     min_pixels: int = 0
     max_pixels: int = 0
+    video: VideoSpec | None = None  # None = the model takes no videos
 
     @property
     def unit(self) -> int:
@@ -73,13 +76,22 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Embeddings of the largest image."""
         if self.sizing is ImageSizing.fixed:
             return self.num_tokens
+        return self._most_tokens(self.min_pixels, self.max_pixels)
+
+    @property
+    def max_pair_tokens(self) -> int:
+        """Embeddings of the largest pair of frames of a video; 0 = the model takes no videos."""
+        return 0 if self.video is None else self._most_tokens(*self.video.frame_limits)
+
+    def _most_tokens(self, min_pixels: int, max_pixels: int) -> int:
+        """Embeddings of the largest image with an area within these limits."""
         # A long and narrow image can have more than `max_pixels`, because an edge has at least one
         # unit. With the area in units and edges of ratio r, the edges are sqrt(area / r) and
         # sqrt(area * r). If an image is enlarged to `min_pixels`, both are rounded up.
         area = self.unit**2
-        narrow = math.isqrt(MAX_ASPECT_RATIO * self.max_pixels // area)
-        least = self.min_pixels / area
+        narrow = math.isqrt(MAX_ASPECT_RATIO * max_pixels // area)
+        least = min_pixels / area
         enlarged = math.prod(
             math.sqrt(least * r) + 1 for r in (MAX_ASPECT_RATIO, 1 / MAX_ASPECT_RATIO)
         )
-        return max(1, self.max_pixels // area, narrow, math.floor(enlarged))
+        return max(1, max_pixels // area, narrow, math.floor(enlarged))

@@ -30,21 +30,23 @@ class Windows(NamedTuple):
 
 
 def split_patches(pixels: Tensor, patch_size: int, merge_size: int = 1) -> Tensor:
-    """Cut an image into patches.
+    """Cut an image or a pair of frames into patches.
 
     Args:
-        pixels: [height, width, 3]; both sides are multiples of `patch_size * merge_size`.
+        pixels: [height, width, 3], or [frames, height, width, 3] for F frames; height and width are
+            multiples of `patch_size * merge_size`.
         patch_size: pixels of a patch's edge.
         merge_size: patches of the edge of a merged square.
 
     Returns:
-        [patches, 3 * patch_size ** 2] in the dtype of `pixels`: for each patch the values of the
-        first colour, row by row, then those of the other colours.
+        [patches, 3 * F * patch_size ** 2] in the dtype of `pixels`, F = 1 for an image: for each
+        patch the values of the first colour, frame by frame and row by row, then those of the
+        other colours.
     """
-    height, width, _ = pixels.shape
+    height, width, _ = pixels.shape[-3:]
     rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
-    cut = pixels.view(rows, merge_size, patch_size, columns, merge_size, patch_size, 3)
-    return cut.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * patch_size**2)
+    cut = pixels.view(-1, rows, merge_size, patch_size, columns, merge_size, patch_size, 3)
+    return cut.permute(1, 4, 2, 5, 7, 0, 3, 6).reshape(rows * columns * merge_size**2, -1)
 
 
 def patch_places(

@@ -1,6 +1,6 @@
 """Typed access to the fields of a processor's file; every error names the file and the key.
 
-Image processors and feature extractors of audio have files of the same form.
+Image processors, video processors and feature extractors of audio have files of the same form.
 
 This module imports no torch.
 """
@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ("ProcessorFields", "read_processor_fields")
+__all__ = (
+    "ProcessorFields",
+    "read_areas",
+    "read_colours",
+    "read_id",
+    "read_object",
+    "read_processor_fields",
+    "read_resample",
+    "text_of_id",
+)
 
 _FILE = "preprocessor_config.json"
 _COMBINED_FILE = "processor_config.json"
@@ -138,11 +147,11 @@ def read_processor_fields(
         ValueError: there are none, or a file is not a JSON object.
     """
     source, fields = f"{_COMBINED_FILE}: {combined_key}", None
-    combined = _read_object(checkpoint_directory / _COMBINED_FILE)
+    combined = read_object(checkpoint_directory / _COMBINED_FILE)
     if combined is not None:
         fields = combined.get(combined_key)
     if fields is None:
-        source, fields = _FILE, _read_object(checkpoint_directory / _FILE)
+        source, fields = _FILE, read_object(checkpoint_directory / _FILE)
     if fields is None:
         raise ValueError(
             f"{checkpoint_directory} has no {_FILE}, which says how the model takes {medium}; copy "
@@ -154,8 +163,12 @@ def read_processor_fields(
     return source, fields
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file."""
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no file.
+
+    Raises:
+        ValueError: the file has something else.
+    """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -165,6 +178,97 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} must be a JSON object, got {json.dumps(content)}")  # noqa: TRY004
     return content
+
+
+def read_areas(fields: ProcessorFields) -> tuple[int, int]:
+    """The least and largest height * width.
+
+    `min_pixels` and `max_pixels` take the place of `size.shortest_edge` and `size.longest_edge`.
+    `size` has the same names in some files, but there they have no effect.
+
+    Raises:
+        ValueError: `size` has something else, or the least area is above the largest.
+    """
+    needed = "shortest_edge and longest_edge (areas in pixels)"
+    if fields.get("size") is None:
+        areas = dict(fields.defaults["size"])
+    else:
+        areas = dict(fields.lengths("size", needed))
+    for key, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if fields.get(key) is not None:
+            areas[name] = fields.integer(key)
+            areas.pop(key, None)
+    if set(areas) != {"shortest_edge", "longest_edge"}:
+        raise fields.refusal("size", f"it must have {needed}")
+    if areas["shortest_edge"] > areas["longest_edge"]:
+        raise fields.refusal(
+            "size",
+            f"the least area {areas['shortest_edge']} (shortest_edge or min_pixels) must be at "
+            f"most the largest area {areas['longest_edge']} (longest_edge or max_pixels)",
+        )
+    return areas["shortest_edge"], areas["longest_edge"]
+
+
+def read_colours(
+    fields: ProcessorFields,
+) -> tuple[tuple[float, float, float], tuple[float, float, float], float]:
+    """Mean, standard deviation and factor of the colours.
+
+    Raises:
+        ValueError: a value is not supported.
+    """
+    rescale = fields.factor("rescale_factor") if fields.flag("do_rescale") else 1.0
+    if not fields.flag("do_normalize"):
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), rescale
+    mean, std = fields.colours("image_mean"), fields.colours("image_std")
+    if 0.0 in std:
+        raise fields.refusal("image_std", "0 is not allowed")
+    return mean, std, rescale
+
+
+def read_resample(fields: ProcessorFields) -> int:
+    """The number of Pillow's filter.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = fields.get("resample")
+    if isinstance(value, bool) or value not in range(6):
+        raise fields.refusal("resample", "it must be a number of Pillow's filters, 0 to 5")
+    return int(value)
+
+
+def read_id(hf_config: Mapping[str, Any], key: str, default: int) -> int:
+    """The id of a token, from config.json.
+
+    Raises:
+        ValueError: it is not an integer of at least 0.
+    """
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 0:
+        raise ValueError(f"config.json: {key}={json.dumps(value)} must be an integer of at least 0")
+    return value
+
+
+def text_of_id(token_id: int, key: str, token_text: Callable[[int], str]) -> str:
+    """The text of a token.
+
+    Args:
+        token_id: the token.
+        key: the key of config.json that names it, for the error.
+        token_text: gives the text of a token id.
+
+    Raises:
+        ValueError: it has none.
+    """
+    text = token_text(token_id)
+    if not text:
+        raise ValueError(
+            f"config.json: {key}={token_id} has no text in the tokenizer; copy the tokenizer's "
+            "files of this checkpoint again"
+        )
+    return text
 
 
 def _is_positive(value: Any) -> bool:

@@ -50,7 +50,7 @@ class QwenTower(VisionTower):
         self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
     ) -> Generator[None, None, Tensor]:
         config = self.config
-        height, width = (length // config.patch_size for length in pixels.shape[:2])
+        height, width = (length // config.patch_size for length in pixels.shape[-3:-1])
         patches = split_patches(pixels, config.patch_size, config.merge_size)
         rows, columns = patch_places(height, width, config.merge_size, pixels.device)
         windows = None

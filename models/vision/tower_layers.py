@@ -109,7 +109,8 @@ class PatchEmbedding(TowerLinear):
         """Scale the colours of patches and embed them.
 
         Args:
-            patches: [T, 3 * patch_size ** 2] uint8, as `split_patches` gives them.
+            patches: [T, 3 * F * patch_size ** 2] uint8, as `split_patches` gives them. F is 1, or
+                the frames of a patch. A still image has F = 1, and stands for all frames.
             spec: how colours are scaled.
 
         Returns:
@@ -119,7 +120,7 @@ class PatchEmbedding(TowerLinear):
         mean, std = (torch.tensor(each, device=device)[:, None] for each in (spec.mean, spec.std))
         colours = patches.view(len(patches), 3, -1).float()
         scaled = ((colours * spec.rescale - mean) / std).to(self.spec.dtype)
-        if self.num_frames > 1:
+        if patches.shape[1] < self.spec.in_features:
             scaled = scaled.unsqueeze(2).expand(-1, -1, self.num_frames, -1)
         return self(scaled.reshape(len(patches), -1))
 

@@ -17,7 +17,9 @@ class VisionTower(nn.Module):
     def encode(
         self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
     ) -> Generator[None, None, Tensor]:
-        """Compute the embeddings of one image, in units between which other work can be done.
+        """Compute the embeddings of one image or pair of frames, in units.
+
+        Other work can be done between the units.
 
         The generator yields after each unit. A unit is at most one layer's work for
         `rows_per_unit` patches, or for one window or merged square if that is more. In a tower that
@@ -26,6 +28,7 @@ class VisionTower(nn.Module):
 
         Args:
             pixels: [height, width, 3] uint8 RGB on the tower's device, as `prepare_image` gives it.
+                The towers of Qwen also take a pair of frames of a video, [2, height, width, 3].
             spec: how the colours are scaled.
             rows_per_unit: patches of a unit.
 

@@ -50,7 +50,7 @@ def preload_audio() -> None:
         StartupError: PyAV is not installed.
     """
     from ostinato.runtime.audio import log_mel, split_windows  # noqa: F401 - they have NumPy
-    from ostinato.runtime.audio.pyav import import_av
+    from ostinato.runtime.media_files.pyav import import_av
 
     import_av()
 

@@ -7,7 +7,6 @@ are checked while the file is decoded, because the lengths in its header can be 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -16,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.runtime.audio.pyav import import_av
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.pyav import error_text, import_av, open_media
 
 __all__ = ("AudioLimits", "DecodedAudio", "decode_audio", "mix_samples")
 
@@ -43,11 +42,6 @@ _DECODERS = (
         for order in ("le", "be")
     ),
 )
-_OPTIONS = {
-    "format_whitelist": _DEMUXERS,
-    "codec_whitelist": ",".join(_DECODERS),
-    "protocol_whitelist": "none",  # no protocol has this name
-}
 # The value of FFmpeg's integer samples at full scale, and at silence.
 _SCALES = {
     "u8": (128.0, 128.0),
@@ -102,13 +96,7 @@ def decode_audio(
         raise _refusal(param, f"the file is empty; send a file of audio ({_FORMAT_NAMES})")
     mixer = _Mixer(sampling_rate, limits.max_seconds, param)
     try:
-        with av.open(
-            io.BytesIO(data),
-            "r",
-            container_options=_OPTIONS,
-            io_open=_refuse_to_open,
-            metadata_errors="replace",
-        ) as container:
+        with open_media(data, _DEMUXERS, _DECODERS) as container:
             if not container.streams.audio:
                 raise _refusal(param, "the file has no audio stream; send a file with sound")
             _decode_stream(container, data, mixer, param)
@@ -118,10 +106,10 @@ def decode_audio(
         if not mixer.seconds:
             raise _refusal(
                 param,
-                f"the file cannot be read as audio ({_reason(error)}); supported formats: "
+                f"the file cannot be read as audio ({error_text(error)}); supported formats: "
                 f"{_FORMAT_NAMES}; the file may be damaged or cut short",
             ) from error
-        raise _damaged(param, mixer.seconds, _reason(error)) from error
+        raise _damaged(param, mixer.seconds, error_text(error)) from error
     return mixer.finish()
 
 
@@ -207,7 +195,7 @@ def _frames(container: Any, stream: Any, mixer: _Mixer, param: str) -> Iterator[
             if isinstance(error, MemoryError):
                 raise
             num_bad += 1
-            reason = _reason(error)
+            reason = error_text(error)
     if num_bad > 1 + _MAX_BAD * num_packets:
         raise _damaged(
             param, mixer.seconds, f"{num_bad} of {num_packets} packets are damaged: {reason}"
@@ -404,16 +392,6 @@ def _to_floats(values: NDArray[Any], kind: str) -> Samples:
         scale, silence = _SCALES[kind]
         floats = values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)
         return ((floats - silence) / scale).astype(np.float32)
-
-
-def _refuse_to_open(url: str, *_: Any) -> None:
-    """Called by PyAV for each further file that a format wants to open."""
-    raise PermissionError(f"files of audio must not name other files, got {url!r}")
-
-
-def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error)
-    return " ".join(str(text).split())[:200] or type(error).__name__
 
 
 def _damaged(param: str, seconds: float, reason: str) -> InvalidRequestError:

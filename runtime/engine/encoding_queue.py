@@ -21,10 +21,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 
 from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.models.vision.video_spec import EXTRA_POSITIONS
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import AdvanceEncodings, BeginEncoding, Executor
 from ostinato.runtime.types.audio import PromptAudio
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import PromptImage, count_extra_positions
 from ostinato.runtime.types.request import Request
 
 __all__ = ("EncodingQueue",)
@@ -103,8 +104,11 @@ class EncodingQueue:
 
     @property
     def predicted_seconds(self) -> float:
-        """Seconds for encoding one input of each waiting request, by the mean of earlier inputs."""
-        return len(self._waiting) * self.encode_seconds / max(1, self.num_encoded)
+        """Seconds for the missing encodings of waiting requests, by the mean of earlier inputs."""
+        wanted = {one.digest for each in self._waiting.values() for one in each.encoded_inputs}
+        found = (self._encodings.get(digest) for digest in wanted)
+        num_missing = sum(one is None or not one.is_ready for one in found)
+        return num_missing * self.encode_seconds / max(1, self.num_encoded)
 
     def check(self, request: Request) -> None:
         """Check that the model takes the inputs of a request, and has rows for all at once.
@@ -130,6 +134,14 @@ class EncodingQueue:
                 "images",
                 param="messages",
                 code="image_too_large",
+            )
+        # The model's table of positions has no more than these.
+        if (extra := count_extra_positions(request.images)) > EXTRA_POSITIONS:
+            raise InvalidRequestError(
+                f"the videos of {self._name(request)} take {extra} more positions in time than they"
+                f" have tokens, and at most {EXTRA_POSITIONS} are possible; send shorter videos",
+                param="messages",
+                code="video_too_long",
             )
 
     def _check_audio(self, request: Request) -> None:

@@ -17,15 +17,15 @@ __all__ = ("BlockTable", "image_extras")
 def image_extras(images: Iterable[PromptImage], block_size: int) -> dict[int, bytes]:
     """The `BlockTable.extras` of a prompt with images.
 
-    For each image that has placeholder tokens in a block, these are its digest and where it begins,
-    counted from the block's first token (32-bit, little-endian).
+    For each image that has placeholder tokens in a block, these are its cache key and where it
+    begins, counted from the block's first token (32-bit, little-endian).
     """
     extras: dict[int, bytes] = {}
     for image in images:
         for block in range(image.begin // block_size, -(-image.end // block_size)):
             offset = image.begin - block * block_size
             place = offset.to_bytes(4, "little", signed=True)
-            extras[block] = extras.get(block, b"") + image.digest + place
+            extras[block] = extras.get(block, b"") + image.cache_key + place
     return extras
 
 

@@ -11,20 +11,32 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.runtime.audio.offline_audio import prepare_one_window
 from ostinato.runtime.audio.transcript_prompt import rules_after
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.image_inputs import check_images, prepare_images, urls_to_fetch
 from ostinato.runtime.images.image_sources import ImageSource
 from ostinato.runtime.images.placeholders import expand_placeholders
-from ostinato.runtime.images.template_images import IMAGE_PART, text_part, with_images_shown
+from ostinato.runtime.images.prompt_media import (
+    FetchWanted,
+    MediaLimits,
+    MediaSource,
+    check_media,
+    prepare_media,
+    urls_to_fetch,
+)
+from ostinato.runtime.images.template_images import (
+    IMAGE_PART,
+    VIDEO_PART,
+    text_part,
+    with_media_shown,
+)
 from ostinato.runtime.text.offline_prompts import MediaPrompt, Prompt
 from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.transcript_rules import TranscriptRules
+from ostinato.runtime.video.offline_videos import VIDEO_KINDS, video_of_part
 
 if TYPE_CHECKING:
     from ostinato.runtime.text.tokenizer import Tokenizer
@@ -45,8 +57,8 @@ _DETAILS = ("auto", "low", "high")
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that is ready for `make_requests`."""
 
-    token_ids: list[int]  # with a placeholder token for each embedding of an image
-    images: list[PromptImage] = []
+    token_ids: list[int]  # with a placeholder token for each embedding of an image or video
+    images: list[PromptImage] = []  # and the pairs of frames of videos
     audio: PromptAudio | None = None
     rules: TranscriptRules | None = None  # of the output, unless the parameters have some
     text: str | None = None  # the prompt, if it is a text
@@ -55,7 +67,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
         """The parameters with the rules that belong to the prompt.
 
         Raises:
-            InvalidRequestError: a parameter cannot be combined with the prompt's images or audio.
+            InvalidRequestError: a parameter cannot be combined with the prompt's media.
         """
         check_sampling_with_images(sampling, self.images)
         if self.audio is not None and sampling.truncate_prompt_tokens is not None:
@@ -74,7 +86,7 @@ class PromptInputs:
     Args:
         model: the model.
         tokenizer: its tokenizer; None = prompts are token ids.
-        images: the limits of images, and from where they are fetched.
+        media: the limits of images and videos, and from where they are fetched.
         audio: the limits of audio.
     """
 
@@ -82,12 +94,12 @@ class PromptInputs:
         self,
         model: ServedModel,
         tokenizer: Tokenizer | None,
-        images: ImagesConfig,
+        media: MediaLimits,
         audio: AudioConfig,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._images = images
+        self._media = media
         self._audio = audio
 
     def tokenizer(self) -> Tokenizer:
@@ -108,36 +120,36 @@ class PromptInputs:
         """
         if isinstance(prompt, MediaPrompt):
             raise InvalidRequestError(
-                "multi_modal_data: images and audio are for generated text; send text only",
+                "multi_modal_data: images, videos and audio are for generated text; send text only",
                 param="multi_modal_data",
             )
         return self._ids(prompt)
 
     def encode(self, prompt: Prompt | MediaPrompt) -> EncodedPrompt:
-        """A prompt as token ids, with its images or its audio.
+        """A prompt as token ids, with its images and videos or its audio.
 
         Raises:
-            InvalidRequestError: there is no tokenizer for a text, the images or the audio are
-                refused, or a model that transcribes gets no audio.
+            InvalidRequestError: there is no tokenizer for a text, an image, a video or the audio
+                is refused, or a model that transcribes gets no audio.
         """
-        sources: list[ImageSource] = []
+        sources: list[MediaSource] = []
         audio: object = None
         if isinstance(prompt, MediaPrompt):
-            sources = [ImageSource(pil=image) for image in prompt.images]
+            sources = [*(ImageSource(pil=image) for image in prompt.images), *prompt.videos]
             audio, prompt = prompt.audio, prompt.prompt
         if audio is not None or (self._model.audio is not None and not sources):
             return self._with_audio(prompt, audio)
         token_ids, text = self._ids(prompt), prompt if isinstance(prompt, str) else None
         if not sources:
             return EncodedPrompt(token_ids=token_ids, text=text)
-        check_images(sources, self._model, self._images, param="multi_modal_data")
-        return self._with_images(token_ids, sources, text, param="multi_modal_data")
+        check_media(sources, self._model, self._media, param="multi_modal_data")
+        return self._with_media(token_ids, sources, text, param="multi_modal_data")
 
     def render(self, messages: Sequence[Message]) -> EncodedPrompt:
-        """A conversation as token ids, with its images.
+        """A conversation as token ids, with its images and videos.
 
-        The content of a message is a text, or a list of parts. A part is a text, or an image as
-        `image_url`, `input_image` or `image_pil`.
+        The content of a message is a text, or a list of parts. A part is a text, an image as
+        `image_url`, `input_image` or `image_pil`, or a video as `video_url` or `video`.
 
         Raises:
             InvalidRequestError: there is no tokenizer or no template, the template refuses the
@@ -151,15 +163,15 @@ class PromptInputs:
                 code="unsupported_task",
             )
         tokenizer = self.tokenizer()
-        sources: list[ImageSource] = []
+        sources: list[MediaSource] = []
         shown = [self._message(message, index, sources) for index, message in enumerate(messages)]
-        check_images(sources, self._model, self._images, param="messages")
+        check_media(sources, self._model, self._media, param="messages")
         if self._model.images is not None and tokenizer.chat_template is not None:
             template = tokenizer.chat_template.source
-            shown = with_images_shown(shown, template, self._model.images)
+            shown = with_media_shown(shown, template, self._model.images)
         text = tokenizer.apply_chat_template(shown)
         token_ids = tokenizer.encode(text, add_special_tokens=False)
-        return self._with_images(token_ids, sources, None, param="messages")
+        return self._with_media(token_ids, sources, None, param="messages")
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -202,20 +214,27 @@ class PromptInputs:
             text=cast("str", prompt) if is_text else None,
         )
 
-    def _with_images(
-        self, token_ids: list[int], sources: list[ImageSource], text: str | None, *, param: str
+    def _with_media(
+        self, token_ids: list[int], sources: list[MediaSource], text: str | None, *, param: str
     ) -> EncodedPrompt:
-        """The prompt with its images, which `check_images` has checked."""
-        if self._model.images is None:
+        """The prompt with its images and videos, which `check_media` has checked."""
+        model = self._model
+        if model.images is None:
             return EncodedPrompt(token_ids=token_ids, text=text)
-        urls = urls_to_fetch(sources, self._images, param=param)
-        fetched = _fetch(urls, self._images) if urls else {}
-        images = prepare_images(sources, self._model, self._images, param=param, fetched=fetched)
-        token_ids, images = expand_placeholders(token_ids, images, self._model.images, param=param)
+        urls = urls_to_fetch(sources, self._media, param=param)
+        fetched = _fetch(urls, self._media) if urls else {}
+        media = prepare_media(sources, model, self._media, param=param, fetched=fetched)
+        token_ids, images = expand_placeholders(
+            token_ids, media, model.images, self._bare_ids, param=param
+        )
         return EncodedPrompt(token_ids=token_ids, images=images, text=text)
 
-    def _message(self, message: Message, index: int, sources: list[ImageSource]) -> dict[str, Any]:
-        """A message with `IMAGE_PART` for each image; its images are added to `sources`."""
+    def _bare_ids(self, text: str) -> list[int]:
+        """The tokens of a text, without those around a prompt."""
+        return self.tokenizer().encode(text, add_special_tokens=False)
+
+    def _message(self, message: Message, index: int, sources: list[MediaSource]) -> dict[str, Any]:
+        """A message with `IMAGE_PART` and `VIDEO_PART`; its media are added to `sources`."""
         content = message.get("content")
         if not isinstance(content, list | tuple):
             return dict(message)
@@ -226,14 +245,17 @@ class PromptInputs:
             if kind in _PART_KEYS:
                 sources.append(_source(cast("Mapping[str, Any]", part), place))
                 parts.append(dict(IMAGE_PART))
+            elif kind in VIDEO_KINDS:
+                sources.append(video_of_part(cast("Mapping[str, Any]", part), place))
+                parts.append(dict(VIDEO_PART))
             elif kind == "text" and isinstance(part.get("text"), str):
                 # Without images in the model, the template gets the parts as they are.
                 parts.append(part if self._model.images is None else text_part(part["text"]))
             else:
                 raise InvalidRequestError(
                     f"{place}: a part is {{'type': 'text', 'text': ...}} or has one of the types"
-                    f" {', '.join(_PART_KEYS)}, got {reprlib.repr(part)}; video and audio"
-                    " are not supported",
+                    f" {', '.join((*_PART_KEYS, *VIDEO_KINDS))}, got {reprlib.repr(part)}; audio"
+                    " is not supported",
                     param=place,
                     code="invalid_value",
                 )
@@ -241,11 +263,11 @@ class PromptInputs:
 
 
 def check_sampling_with_images(sampling: SamplingParams, images: Sequence[PromptImage]) -> None:
-    """Raises InvalidRequestError if a parameter cannot be combined with images."""
+    """Raises InvalidRequestError if a parameter cannot be combined with images and videos."""
     for name in ("truncate_prompt_tokens", "prompt_logprobs"):
         if images and getattr(sampling, name) is not None:
             raise InvalidRequestError(
-                f"{name} cannot be combined with images; leave it out", param=name
+                f"{name} cannot be combined with images and videos; leave it out", param=name
             )
 
 
@@ -291,11 +313,11 @@ def _check_keys(fields: Mapping[str, Any], known: set[str], place: str) -> None:
         )
 
 
-def _fetch(urls: Mapping[str, str], config: ImagesConfig) -> dict[str, bytes]:
-    from ostinato.runtime.images.fetch_images import ImageFetcher
+def _fetch(urls: Mapping[str, FetchWanted], limits: MediaLimits) -> dict[str, bytes]:
+    from ostinato.runtime.images.fetch_media import MediaFetcher
 
     async def work() -> dict[str, bytes]:
-        return await ImageFetcher(config).fetch(urls)
+        return await MediaFetcher(limits).fetch(urls)
 
     # On a thread of its own, because the caller's thread can have an event loop (a notebook).
     with ThreadPoolExecutor(1) as pool:

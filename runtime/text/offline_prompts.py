@@ -10,6 +10,10 @@ import msgspec
 
 from ostinato.runtime.audio.offline_audio import AudioSamples
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.video.offline_videos import VideoInput, video_list
+from ostinato.runtime.video.video_sources import VideoSource
+
+_MEDIA = ("image", "video", "audio")
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -29,23 +33,24 @@ __all__ = (
 
 
 class MediaData(TypedDict, total=False):
-    """The images of a prompt, in the order of their placeholders, or its audio."""
+    """The images and videos of a prompt, in the order of their placeholders, or its audio."""
 
     image: PIL.Image.Image | Sequence[PIL.Image.Image]
+    video: VideoInput | list[VideoInput]
     audio: AudioSamples | list[AudioSamples]  # at most one
 
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
 
-    prompt: str  # has the text of the model's placeholder once for each image
+    prompt: str  # has the text of the model's placeholder once for each image or video
     multi_modal_data: NotRequired[MediaData]
 
 
 class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
-    prompt_token_ids: list[int]  # has the placeholder token once for each image
+    prompt_token_ids: list[int]  # has the placeholder token once for each image or video
     multi_modal_data: NotRequired[MediaData]
 
 
@@ -64,10 +69,11 @@ class EncoderDecoderPrompt(TypedDict):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt with images of Pillow, or with audio."""
+    """A prompt with images of Pillow and videos, or with audio."""
 
     prompt: str | Sequence[int]
     images: Sequence[Any] = ()
+    videos: Sequence[VideoSource] = ()
     audio: object = None  # `AudioSamples`, not checked; None = no audio
 
 
@@ -82,7 +88,8 @@ def prompt_list(prompts: Prompts) -> list[Prompt | MediaPrompt]:
     Raises:
         InvalidRequestError: a prompt has another type, or a dictionary is neither
             `{"prompt": ...}` nor `{"prompt_token_ids": ...}` nor an encoder's and a decoder's
-            prompt. Or `multi_modal_data` has another medium than images and audio.
+            prompt. Or `multi_modal_data` has another medium than images, videos and audio, or
+            one of another type.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -134,9 +141,10 @@ def _unwrap(prompt: Mapping[str, object]) -> Prompt | MediaPrompt:
         return bare
     fields = _fields(media)
     images, audio = _images(fields.get("image", ())), _audio(fields.get("audio", ()))
-    if not images and audio is None:
+    videos = video_list(fields.get("video", []), "multi_modal_data.video")
+    if not images and not videos and audio is None:
         return bare
-    return MediaPrompt(prompt=bare, images=images, audio=audio)
+    return MediaPrompt(prompt=bare, images=images, videos=videos, audio=audio)
 
 
 def _joined(prompt: Mapping[str, object]) -> dict[str, object]:
@@ -176,12 +184,12 @@ def _joined(prompt: Mapping[str, object]) -> dict[str, object]:
 def _fields(media: object) -> Mapping[str, object]:
     """The fields of `multi_modal_data`."""
     fields = cast("Mapping[str, object]", media) if isinstance(media, Mapping) else None
-    others = [] if fields is None else [key for key in fields if key not in ("image", "audio")]
+    others = [] if fields is None else [key for key in fields if key not in _MEDIA]
     if fields is None or others:
         found = f"the key {others[0]!r}" if others else reprlib.repr(media)
         raise InvalidRequestError(
-            'multi_modal_data must be {"image": ...} or {"audio": (samples, sampling_rate)}, got'
-            f" {found}; video is not supported",
+            'multi_modal_data must be {"image": ..., "video": ...} or {"audio": (samples, '
+            f"sampling_rate)}}, got {found}",
             param="multi_modal_data",
         )
     return fields

@@ -1,13 +1,17 @@
-"""`PromptImage`: one prepared image of a prompt, as sent to the engine process."""
+"""`PromptImage`: one prepared image of a prompt, as sent to the engine process.
+
+A pair of frames of a video is an image with two frames.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ("PromptImage", "image_digest")
+__all__ = ("PromptImage", "count_extra_positions", "image_digest")
 
 
 def image_digest(height: int, width: int, pixels: bytes | memoryview) -> bytes:
@@ -25,7 +29,12 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     num_tokens: int  # its placeholder tokens, one for each embedding
     height: int  # pixels, after resizing
     width: int
-    pixels: bytes = b""  # [height, width, 3] uint8 RGB; empty where they were left out
+    pixels: bytes = b""  # `shape` uint8 RGB; empty where they were left out
+    num_frames: int = 1  # 2 = a pair of frames of a video
+    # Of a pair whose video has positions in time: how many it lies after the video's first pair.
+    time_offset: int = 0
+    # The pair before it belongs to the same video, and both count positions from the same place.
+    is_continued: bool = False
 
     @property
     def end(self) -> int:
@@ -38,9 +47,17 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         return self.num_tokens
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of `data`."""
-        return self.height, self.width, 3
+    def cache_key(self) -> bytes:
+        """What the keys and values of its tokens depend on, besides the tokens before it."""
+        if not (self.is_continued or self.time_offset):
+            return self.digest
+        return self.digest + struct.pack("<q?", self.time_offset, self.is_continued)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of `data`: [height, width, 3], of a pair [2, height, width, 3]."""
+        frames = () if self.num_frames == 1 else (self.num_frames,)
+        return *frames, self.height, self.width, 3
 
     @property
     def data(self) -> bytes:
@@ -64,4 +81,22 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     @property
     def num_bytes(self) -> int:
         """Bytes of `data`."""
-        return self.height * self.width * 3
+        return self.num_frames * self.height * self.width * 3
+
+
+def count_extra_positions(images: Sequence[PromptImage]) -> int:
+    """How many more positions a prompt can take than a text with as many tokens takes.
+
+    Only a video takes more. It does if its pairs are further apart in time than they have tokens.
+
+    Args:
+        images: images and pairs in the order of their tokens.
+    """
+    extra, num_tokens = 0, 0
+    last_video = 0  # those of the video that the image belongs to
+    for image in images:
+        if not image.is_continued:
+            extra, last_video, num_tokens = extra + last_video, 0, 0
+        num_tokens += image.num_tokens
+        last_video = max(last_video, image.time_offset + 1 - num_tokens)
+    return extra + last_video

@@ -157,7 +157,7 @@ def test_the_engines_sections_cross_the_process_border_alone_and_unchanged():
     assert b"secret" not in wire
     assert set(msgspec.json.decode(wire)) == {
         *("model", "device", "cache", "scheduler", "speculation", "lora", "images", "graphs"),
-        *("audio", "runtime", "sampling", "parallel"),
+        *("video", "audio", "runtime", "sampling", "parallel"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Images on a CUDA device: engines against transformers on the same weights and pixels."""
+"""Images and videos on a CUDA device: engines against transformers on the same pixels."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.runtime.image_engines import (
     prompt,
     run,
 )
+from tests.runtime.video_engines import check_answer, clip, make_video_model, video_prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +48,29 @@ def test_answers_are_those_of_transformers(name: str, mode: str, tmp_path: Path)
         answers = run(llm._engine, prompts)
     for (token_ids, images), answer in zip(prompts, answers, strict=True):
         check_greedy(model, token_ids, images, answer)
+
+
+@pytest.mark.parametrize("mode", ["captured", "compiled", "eager"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_answers_about_videos_are_those_of_transformers(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    model = make_video_model(name, tmp_path)
+    with image_llm(
+        model,
+        "device.name=cuda",
+        f"graphs.mode={mode}",
+        "cache.block_size=16",
+        "scheduler.max_num_batched_tokens=32",
+    ) as llm:
+        spec = llm.model.images
+        assert spec is not None
+        prompts = [
+            video_prompt(llm, [3, 4, 5], clip(1, 3), [6]),
+            video_prompt(llm, [20], clip(2, 2, 40, 8), [24], picture(1), clip(1, 3), [25]),
+            # Positions in time beyond the model's context, where the model has them.
+            video_prompt(llm, [30], clip(3, 2, pair_seconds=400.0), [31]),
+        ]
+        answers = run(llm._engine, prompts)
+    for (token_ids, images), answer in zip(prompts, answers, strict=True):
+        check_answer(model, spec, token_ids, images, answer)

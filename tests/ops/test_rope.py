@@ -104,6 +104,19 @@ def test_longrope_divides_by_the_factors_of_the_longest_context(
     torch.testing.assert_close(ours[1], sin[0, :, : HEAD_DIM // 2], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("num_positions", [100, 128, 129])
+def test_extra_positions_do_not_make_the_context_longer(num_positions: int) -> None:
+    rope = our_rope(LONGROPE)
+    angles = torch.arange(num_positions + 50)[:, None] * inverse_frequencies(rope, num_positions)
+    for device in (None, torch.device("meta")):
+        cos, sin = rope_tables(rope, num_positions, device, num_extra=50)
+        assert cos.shape == sin.shape == angles.shape
+        if device is None:
+            scale = float(cos[0, 0])
+            torch.testing.assert_close(cos, angles.cos() * scale, atol=1e-6, rtol=0)
+            torch.testing.assert_close(sin, angles.sin() * scale, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "relative"),
     [(torch.float32, 0.0), (torch.bfloat16, 2**-7)],  # one rounding to bfloat16

@@ -18,6 +18,7 @@ from ostinato.conf.compose import load_config
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.images.placeholders import expand_placeholders
 from ostinato.runtime.images.prepare_image import ImageLimits, prepare_image
+from ostinato.runtime.images.prompt_media import PreparedMedium
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.request import Request
 from tests.models.vision.image_models import (
@@ -121,7 +122,8 @@ def prompt(llm: LLM, *pieces: list[int] | bytes) -> tuple[list[int], list[Prompt
             images.append(prepare_image(piece, spec, LIMITS, "image"))
         else:
             token_ids += piece
-    return expand_placeholders(token_ids, images, spec, param="prompt")
+    media = [PreparedMedium((image,)) for image in images]
+    return expand_placeholders(token_ids, media, spec, lambda text: [], param="prompt")
 
 
 def run(
@@ -143,6 +145,11 @@ def run(
             tokens[int(output.request_id)] += output.new_token_ids
     engine.check_integrity()
     return tokens
+
+
+def banned() -> list[int]:
+    """The tokens that `GREEDY` never generates."""
+    return list(_BANNED)
 
 
 def check_greedy(

@@ -22,7 +22,7 @@ _GPU_ROWS = 1 << 20  # on a GPU, a unit is the part of a layer for all patches
 
 
 class ImageEncoder:
-    """Computes the embeddings of images.
+    """Computes the embeddings of images and of pairs of frames.
 
     Args:
         tower: computes the embeddings.
@@ -44,7 +44,7 @@ class ImageEncoder:
 
     def begin(self, call: BeginEncoding) -> Generator[None, None, None]:
         pixels = np.frombuffer(call.data, dtype=np.uint8).reshape(call.shape).copy()
-        height, width, _ = call.shape
+        height, width, _ = call.shape[-3:]
         rows = self._rows_per_unit(height, width)
         copied = torch.from_numpy(pixels).to(self._device)
         result = yield from self._tower.encode(copied, self._spec, rows)

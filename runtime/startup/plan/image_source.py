@@ -1,4 +1,4 @@
-"""How a checkpoint's model takes images, and how many embeddings of images an engine can keep."""
+"""How a checkpoint's model takes images and videos, and how many embeddings an engine can keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_ROWS = 32_768  # rows of the image tables, if images.cache_tokens is null
 def read_images(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
 ) -> ImageSpec | None:
-    """How a model takes images; None if it takes none.
+    """How a model takes images and videos; None if it takes none.
 
     Random weights without a checkpoint take none, because the files that say how are missing.
 
@@ -33,7 +33,7 @@ def read_images(
         text = files.added_token(token_id)
         if text is None:
             raise ValueError(
-                f"{files.path}: no added token has the id {token_id}, which stands for images; set"
+                f"{files.path}: no added token has the id {token_id}, which config.json names; set"
                 " images.max_per_request=0 to serve texts alone"
             )
         return text
@@ -43,6 +43,8 @@ def read_images(
             checkpoint.path,
             checkpoint.hf_config,
             max_resized_pixels=config.images.max_resized_pixels,
+            max_frame_pixels=config.video.max_resized_pixels,
+            takes_videos=config.video.max_per_request > 0,
             token_text=token_text,
         )
     except ValueError as error:
@@ -50,7 +52,8 @@ def read_images(
 
 
 def count_image_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
-    """Embeddings of images that can be kept at once; 0 = the model takes no images."""
+    """Embeddings of images and videos that can be kept at once; 0 = the model takes none."""
     if spec is None:
         return 0
-    return config.images.cache_tokens or max(2 * spec.max_tokens, _LEAST_ROWS)
+    largest = max(spec.max_tokens, spec.max_pair_tokens)
+    return config.images.cache_tokens or max(2 * largest, _LEAST_ROWS)

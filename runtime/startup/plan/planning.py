@@ -20,11 +20,14 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compiler.programs import CAPTURED_TOKENS
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
+from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.adapter_slots import AdapterSlots
 from ostinato.models.layers.cross_attention_layer import CrossAttention
 from ostinato.models.stage_layers import num_bytes
 from ostinato.models.step_tensors import StepSizes
+from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.models.vision.video_spec import FRAMES_OF_PAIR
 from ostinato.ops.attention import AttentionPlanner, workspace_bytes
 from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.costs.cost_table import CostTable
@@ -195,7 +198,7 @@ def _audio_bytes(skeleton: LanguageModel) -> int:
 
 
 def _encoding_bytes(source: ModelSource) -> int:
-    """Memory for encoding the largest image, or a window of audio."""
+    """Memory for encoding the largest image or pair of frames, or a window of audio."""
     vision, images, audio = source.config.vision, source.images, source.config.audio
     if audio is not None:
         # As below, for each position, and a spectrogram in float32 of two frames for each position.
@@ -206,13 +209,26 @@ def _encoding_bytes(source: ModelSource) -> int:
         return source.dtype.itemsize * num_values + 8 * audio.num_positions * audio.num_bins
     if vision is None or images is None:
         return 0
+    one = _bytes_of_image(source, vision, images, images.max_tokens)
+    pair = _bytes_of_image(source, vision, images, images.max_pair_tokens, FRAMES_OF_PAIR)
+    return max(one, pair)
+
+
+def _bytes_of_image(
+    source: ModelSource,
+    vision: VisionConfig,
+    images: ImageSpec,
+    num_tokens: int,
+    num_frames: int = 1,
+) -> int:
+    """Memory for encoding an image or a pair of frames with so many embeddings."""
     # For each patch: hidden states before and after a layer, norms, queries, keys, values and
     # results of attention, the values of an MLP, and colours and rotary tables in float32. Then the
     # result, twice.
-    num_patches = images.max_tokens * images.merge_size**2
+    num_patches = num_tokens * images.merge_size**2
     values = 9 * vision.hidden_size + 3 * vision.intermediate_size
-    floats = 2 * vision.head_dim + 6 * images.patch_size**2
-    result = 2 * images.max_tokens * (1 + vision.num_deep) * vision.output_size
+    floats = 2 * vision.head_dim + 6 * num_frames * images.patch_size**2
+    result = 2 * num_tokens * (1 + vision.num_deep) * vision.output_size
     num_bytes = source.dtype.itemsize * (num_patches * values + result)
     return num_bytes + 4 * num_patches * floats
 

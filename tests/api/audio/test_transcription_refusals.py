@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from tests.api.audio.audio_apps import (
     post,
     refused,
     serving,
+    wait_until,
     wav,
 )
 
@@ -138,3 +140,26 @@ def test_keys_and_a_full_queue(files):
         assert httpx.post(server.url + TRANSCRIPTIONS, timeout=60, **options).status_code == 200
         server.engine.num_queued = 1
         assert httpx.post(server.url + TRANSCRIPTIONS, timeout=60, **options).status_code == 429
+
+
+def test_audio_beyond_that_of_the_requests_in_progress(files):
+    """`LONG` has three windows and `SHORT` one. Together they have more than allowed."""
+    window = 4 * files.spec.num_bins * files.spec.num_frames
+    config = ServerConfig(max_media_mib=3.5 * window / (1 << 20))
+    engine = WhisperEngine(files)
+    engine.waits = True
+    with serving(engine, server=config) as server:
+        admission = server.service.admission
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(post, server, file=LONG)
+            wait_until(lambda: admission.num_media_bytes == 3 * window)
+            reply = post(server)
+            assert reply.status_code == 429
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.json()["error"]["code"] == "queue_full"
+            assert "server.max_media_mib" in reply.json()["error"]["message"]
+            engine.released.set()
+            assert running.result(60).status_code == 200
+        wait_until(lambda: admission.num_media_bytes == 0)
+        assert post(server).status_code == 200
+        assert post(server, file=wav(130)).status_code == 200  # alone, it can have any size

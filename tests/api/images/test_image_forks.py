@@ -33,8 +33,10 @@ from ostinato.api.service.service import Service
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.fetch_images import ImageFetcher
+from ostinato.runtime.images.fetch_media import MediaFetcher
+from ostinato.runtime.images.prompt_media import MediaLimits
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient
 from tests.api.images.image_apps import (
@@ -143,8 +145,9 @@ async def local(host: str, port: int) -> Sequence[str]:
     return ["127.0.0.1"]
 
 
-def local_fetcher(config: ImagesConfig) -> ImageFetcher:
-    return ImageFetcher(config, local, lambda one: one == ipaddress.ip_address("127.0.0.1"))
+def local_fetcher(config: ImagesConfig) -> MediaFetcher:
+    limits = MediaLimits(config, VideoConfig())
+    return MediaFetcher(limits, local, lambda one: one == ipaddress.ip_address("127.0.0.1"))
 
 
 def test_urls_are_fetched_once_and_keep_their_place(source: Source):

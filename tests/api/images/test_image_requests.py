@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ostinato.api.anthropic.preparation import prepare_messages, prepare_token_count
 from ostinato.api.openai.preparation import prepare_chat_completion, prepare_tokenization
-from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.generation import Generation, num_media_bytes
 from ostinato.api.preparation.preparation import (
     Arrival,
     FetchNeededError,
@@ -27,6 +27,7 @@ from ostinato.api.schemas.conversation import Message
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.models.vision.image_spec import ImageSizing
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.images.prompt_media import FetchWanted
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.images.image_apps import (
     IMAGES_FIRST_TEMPLATE,
@@ -150,6 +151,8 @@ class TestOrder:
         widths = [one for parts in conversation for one in parts if not isinstance(one, str)]
         assert [image.num_tokens for image in generation.images] == widths
         assert [len(image.pixels) for image in generation.images] == [4 * 4 * 3 * w for w in widths]
+        # Images of one width are equal.
+        assert num_media_bytes([generation] * 2) == sum(4 * 4 * 3 * w for w in set(widths))
         shown = ""
         for parts in conversation:
             is_text = all(isinstance(one, str) for one in parts)
@@ -232,7 +235,7 @@ class TestDialects:
         assert count["input_tokens"] == len(expected.prompt_token_ids)
         # The stored conversation continues with its image.
         stored = msgspec.json.decode(prepared.messages, type=list[Message])
-        assert [len(message.images) for message in stored] == [1]
+        assert [len(message.media) for message in stored] == [1]
         more = json.dumps({"input": "c", "previous_response_id": "resp_1"}).encode()
         arrival = Arrival(request_id="resp_2", stored_messages=prepared.messages)
         again = prepare_response(model.preparation(), more, arrival).ready.generation
@@ -434,7 +437,7 @@ class TestWhereItRuns:
         for is_own_fork in (False, True):
             with pytest.raises(FetchNeededError) as needed:
                 model.chat(parts, domains=["images.test"], is_own_fork=is_own_fork)
-            assert needed.value.urls == {URL: "messages: image 1"}
+            assert needed.value.wanted == {URL: FetchWanted("messages: image 1", False)}
         fetched = {URL: png(8, 4)}
         generation = model.chat(parts, domains=["images.test"], fetched=fetched)
         assert [image.num_tokens for image in generation.images] == [2, 1, 2]

@@ -15,6 +15,7 @@ from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message, TextPart
 from ostinato.api.schemas.text_completions import CompletionRequest
+from ostinato.api.schemas.tokenize import TokenizeRequest
 from ostinato.runtime.errors import InvalidRequestError
 from tests.api.dialect_values import chat_body
 
@@ -208,12 +209,13 @@ class TestRefused:
         error = refusal({"prompt": "a", name: value}, CompletionRequest)
         assert (error.param, error.code) == (name, "unsupported_parameter")
 
-    @pytest.mark.parametrize("kind", ["video_url", "input_audio", "file"])
-    def test_content_that_is_neither_text_nor_an_image(self, kind):
+    @pytest.mark.parametrize("kind", ["video", "input_audio", "file"])
+    def test_content_that_is_neither_text_nor_image_nor_video(self, kind):
         part = {"type": kind, kind: {"url": "data:"}}
         error = refusal({"messages": [{"role": "user", "content": [part]}]})
         assert error.param == "messages[0].content[0].type"
         assert f"Invalid value '{kind}'; parts are {{'type': 'text'" in str(error)
+        assert "or a video (docs/video.md)" in str(error)
 
     @pytest.mark.parametrize(
         ("part", "param", "code"),
@@ -227,11 +229,46 @@ class TestRefused:
                 "invalid_value",
             ),
             ({"type": "input_image", "file_id": "f"}, "file_id", "unsupported_parameter"),
+            ({"type": "video_url"}, "video_url", "missing_field"),
+            ({"type": "video_url", "video_url": {}}, "video_url.url", "missing_field"),
+            ({"type": "video_url", "video_url": 5}, "video_url", "invalid_value"),
+            (
+                {"type": "video_url", "video_url": {"url": "data:", "detail": "low"}},
+                "video_url.detail",
+                "unknown_parameter",
+            ),
         ],
     )
-    def test_parts_of_images(self, part, param, code):
+    def test_parts_of_images_and_videos(self, part, param, code):
         error = refusal({"messages": [{"role": "user", "content": [part]}]})
         assert (error.param, error.code) == (f"messages[0].content[0].{param}", code)
+
+    @pytest.mark.parametrize("schema", [ChatCompletionRequest, TokenizeRequest])
+    @pytest.mark.parametrize(
+        ("settings", "param", "code", "text"),
+        [
+            ({"video": {"num_frames": 0}}, "video.num_frames", "invalid_value", ">= 1"),
+            ({"video": {"num_frames": -1}}, "video.num_frames", "invalid_value", ">= 1"),
+            ({"video": {"num_frames": 1 << 31}}, "video.num_frames", "invalid_value", "<= 21474"),
+            ({"video": {"num_frames": 10**30}}, "video.num_frames", "invalid_value", ""),
+            ({"video": {"num_frames": 2.5}}, "video.num_frames", "invalid_value", "int"),
+            ({"video": {"fps": 0}}, "video.fps", "invalid_value", "> 0"),
+            ({"video": {"fps": "2"}}, "video.fps", "invalid_value", "float"),
+            ({"video": {"fps": 1, "num_frames": 4}}, "video", "invalid_value", "give one of them"),
+            ({"video": {"frame_recovery": True}}, "video.frame_recovery", "unknown_parameter", ""),
+            ({"image": {"mode": "RGB"}}, "image", "unknown_parameter", "leave it out"),
+            ({"video": 3}, "video", "invalid_value", "object"),
+        ],
+    )
+    def test_frames_that_a_request_asks_for(self, schema, settings, param, code, text):
+        error = refusal({"messages": MESSAGES, "media_io_kwargs": settings}, schema)
+        assert (error.param, error.code) == (f"media_io_kwargs.{param}", code)
+        assert text in str(error)
+
+    def test_frames_that_no_request_asks_for(self):
+        for value in (None, {}, {"video": {}}, {"video": {"fps": 1}}, {"video": {"num_frames": 9}}):
+            body = json.dumps({"messages": MESSAGES, "media_io_kwargs": value}).encode()
+            assert decode(body, ChatCompletionRequest).messages
 
 
 @pytest.mark.parametrize("brackets", ["[]", "{}"])

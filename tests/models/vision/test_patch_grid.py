@@ -38,6 +38,18 @@ def test_a_patch_has_the_pixels_of_its_place(
         assert torch.equal(values, own.permute(2, 0, 1).flatten())
 
 
+@given(rows=SQUARES, columns=SQUARES, merge=st.integers(1, 2), patch=st.integers(1, 3))
+def test_a_patch_of_a_pair_has_the_pixels_of_both_frames(
+    rows: int, columns: int, merge: int, patch: int
+) -> None:
+    size = 2, rows * merge * patch, columns * merge * patch, 3
+    pixels = torch.arange(2 * size[1] * size[2] * 3).view(size)
+    patches = split_patches(pixels, patch, merge).view(-1, 3, 2, patch**2)
+    for frame in (0, 1):
+        own = split_patches(pixels[frame], patch, merge).view(-1, 3, patch**2)
+        assert torch.equal(patches[:, :, frame], own)
+
+
 @given(rows=SQUARES, columns=SQUARES, edge=st.integers(1, 5))
 def test_windows_have_the_squares_of_those_of_transformers(
     rows: int, columns: int, edge: int

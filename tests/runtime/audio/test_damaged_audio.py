@@ -174,7 +174,7 @@ def test_a_bomb_takes_little_memory():
         "import resource, sys\n"
         "from ostinato.runtime.audio.decode_audio import *\n"
         "from ostinato.runtime.errors import InvalidRequestError\n"
-        "from ostinato.runtime.audio.pyav import import_av\n"
+        "from ostinato.runtime.media_files.pyav import import_av\n"
         "import_av()\n"
         "data = sys.stdin.buffer.read()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

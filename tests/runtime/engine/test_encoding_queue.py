@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from ostinato.models.vision.video_spec import EXTRA_POSITIONS
 from ostinato.runtime.engine.encoding_queue import EncodingQueue
 from ostinato.runtime.engine.pending_requests import PendingRequests
 from ostinato.runtime.errors import InvalidRequestError
@@ -20,7 +21,14 @@ from ostinato.runtime.execution.executor import AdvanceEncodings, BeginEncoding,
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
-from tests.runtime.toy_tower import SPEC, WIDTH, ToyTower, toy_embeddings, toy_image
+from tests.runtime.toy_tower import (
+    SPEC,
+    WIDTH,
+    ToyTower,
+    toy_embeddings,
+    toy_image,
+    toy_pair,
+)
 
 NUM_ROWS = 12
 
@@ -81,15 +89,15 @@ class EncodingQueueMachine(RuleBasedStateMachine):
 
     @rule(
         seeds=st.lists(
-            st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2)),
+            st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2), st.booleans()),
             min_size=1,
             max_size=3,
         ),
         group=st.integers(0, 2),
         place=st.integers(0, 3),
     )
-    def add(self, seeds: list[tuple[int, int, int]], group: int, place: int) -> None:
-        images = [toy_image(*one) for one in seeds]
+    def add(self, seeds: list[tuple[int, int, int, bool]], group: int, place: int) -> None:
+        images = [(toy_pair if is_pair else toy_image)(*one) for *one, is_pair in seeds]
         self.count += 1
         one = request(f"r{self.count}", images, group=group, place=place, size=4 if group else 1)
         try:
@@ -260,6 +268,20 @@ def test_images_that_never_fit_are_refused(num_rows):
     assert error.value.param == "messages"
 
 
+def test_videos_with_more_positions_than_the_model_has_are_refused():
+    queue, _ = make_queue()
+    for extra, is_refused in ((EXTRA_POSITIONS, False), (EXTRA_POSITIONS + 1, True)):
+        offset = extra + 2 * 6 - 1  # the last pair of a video of two pairs with 6 tokens each
+        later = toy_pair(2, 3, 2, 6, time_offset=offset, first=False)
+        video = [toy_pair(1, 3, 2), later]
+        if is_refused:
+            with pytest.raises(InvalidRequestError, match=rf"take {extra} more.*shorter") as error:
+                queue.check(request("a#0", video))
+            assert error.value.code == "video_too_long"
+        else:
+            queue.check(request("a#0", video))
+
+
 def test_the_request_for_which_embeddings_are_computed_is_named():
     """So it is a suspect if the engine dies, and the engine is not taken for hung."""
     ranks = _Ranks(torch.zeros(1 + NUM_ROWS, WIDTH))
@@ -302,6 +324,12 @@ def test_the_time_of_waiting_requests_is_predicted_from_earlier_ones():
         queue.add(request(f"r{seed}", [toy_image(seed, 2, 1)]))
     assert queue.predicted_seconds == pytest.approx(3 * queue.encode_seconds)
     assert queue.encode_seconds > 0.0
+    run(queue)
+    later = toy_pair(3, 1, 1, 1, time_offset=1, first=False)
+    queue.add(request("b", [toy_pair(2, 1, 1), later, toy_image(1, 2, 1, 2)]))
+    queue.add(request("c", [toy_pair(3, 1, 1)]))
+    missing = 2 / queue.num_encoded  # two pairs, one of which two requests need
+    assert queue.predicted_seconds == pytest.approx(missing * queue.encode_seconds)
 
 
 def test_a_lower_rank_comes_first():

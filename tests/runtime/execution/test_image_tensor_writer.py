@@ -19,22 +19,29 @@ from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
-from tests.runtime.toy_tower import SPEC, WIDTH, ToyTower, toy_image
+from tests.runtime.toy_tower import SPEC, WIDTH, ToyTower, toy_embeddings, toy_image, toy_pair
 
-NUM_ROWS, BLOCK = 64, 4
+NUM_ROWS, BLOCK = 256, 4
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Request:
-    """A prompt of texts and images, in any order."""
+    """A prompt of texts, images and videos, in any order."""
     images: list[PromptImage] = []
     token_ids: list[int] = []
     for _ in range(draw(st.integers(0, 2))):
         token_ids += [1] * draw(st.integers(0, 3))
         height, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        image = toy_image(draw(st.integers(0, 1)), height, width, begin=len(token_ids))
-        images.append(image)
-        token_ids += [SPEC.placeholder_id] * image.num_tokens
+        offsets = sorted(draw(st.lists(st.integers(1, 40), max_size=2)))
+        is_video = draw(st.booleans())
+        for offset in [0, *offsets] if is_video else [0]:
+            seed, begin = draw(st.integers(0, 1)), len(token_ids)
+            images.append(
+                toy_pair(seed, height, width, begin, time_offset=offset, first=not offset)
+                if is_video
+                else toy_image(seed, height, width, begin)
+            )
+            token_ids += [SPEC.placeholder_id] * images[-1].num_tokens
     token_ids += [2] * draw(st.integers(1, 3))
     return Request(
         request_id="r", prompt_token_ids=token_ids, sampling=SamplingParams(), images=images
@@ -61,7 +68,7 @@ def test_every_token_has_the_row_and_the_position_of_its_prompt(requests, chunks
     buffers = StaticBuffers(
         max_num_tokens=32,
         max_num_seqs=4,
-        max_blocks_per_seq=16,
+        max_blocks_per_seq=32,
         block_size=BLOCK,
         device=torch.device("cpu"),
         table=GridTensors,
@@ -79,7 +86,7 @@ def test_every_token_has_the_row_and_the_position_of_its_prompt(requests, chunks
             start, length = starts[row], len(request.prompt_token_ids)
             count = min(chunks[(number + row) % len(chunks)], max(length - start, 1))
             known = request.prompt_token_ids[start : start + count]
-            ids = list(range(1 + 16 * row, 17 + 16 * row)) if is_first else []
+            ids = list(range(1 + 32 * row, 33 + 32 * row)) if is_first else []
             scheduled.append(ScheduledSequence(row, start, count, known, ids, int(not known)))
         is_first = False
         admitted: list[AdmittedSequence] = []
@@ -114,7 +121,7 @@ def check(
             assert row == 0
         else:
             pixel = place - image.begin
-            assert table[row, :3].tolist() == list(image.pixels[3 * pixel : 3 * pixel + 3])
+            assert torch.equal(table[row], toy_embeddings(image)[pixel])
             assert row == rank.rows_of(image.digest)[pixel]
         expected = positions[place].tolist() if place < length else [place + delta] * 3
         assert host.rope_positions[begin + offset].tolist() == expected

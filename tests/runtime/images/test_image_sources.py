@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import base64
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.image_sources import data_url_bytes, fetch_target
-from ostinato.runtime.images.template_images import with_images_shown
+from ostinato.runtime.images.image_sources import (
+    data_url_bytes,
+    data_url_frames,
+    fetch_target,
+    is_frames_url,
+)
+from ostinato.runtime.images.template_images import text_part, with_media_shown
+from tests.runtime.video.video_files import video_spec
 
 NAME = "messages: image 3"
 
@@ -139,7 +146,58 @@ CONVERSATION = [
     ],
 )
 def test_the_form_that_a_template_reads(template, system, user):
-    shown = with_images_shown(CONVERSATION, template, SPEC)
+    shown = with_media_shown(CONVERSATION, template, SPEC)
     assert shown[0]["content"] == (system or [{"type": "text", "text": "s"}])
     assert shown[1] == {**CONVERSATION[1], "content": user or CONVERSATION[1]["content"]}
     assert shown[2] == CONVERSATION[2]
+
+
+VIDEO_PARTS = [
+    {"type": "text", "text": "a"},
+    {"type": "image"},
+    {"type": "video"},
+    {"type": "text", "text": "b"},
+]
+VIDEO_SPEC = msgspec.structs.replace(SPEC, video=video_spec(marked_placeholder="(<v>)"))
+
+
+@pytest.mark.parametrize(
+    ("template", "user"),
+    [
+        ("{{ m.content }}", "a\n(<i>)\n(<v>)\nb"),
+        ("{% if p.type == 'image' %}{% elif 'video' in p %}", VIDEO_PARTS),
+        ("{% if p.type == 'image' %}", [*VIDEO_PARTS[:2], text_part("(<v>)"), VIDEO_PARTS[3]]),
+        ("{% if p.type == 'video' %}", [VIDEO_PARTS[0], text_part("(<i>)"), *VIDEO_PARTS[2:]]),
+    ],
+)
+def test_what_a_template_does_not_read_is_a_text(template, user):
+    messages = [{"role": "user", "content": VIDEO_PARTS}, {"role": "system", "content": "s"}]
+    shown = with_media_shown(messages, template, VIDEO_SPEC)
+    assert shown[0]["content"] == user
+    assert shown[1]["content"] == ("s" if isinstance(user, str) else [text_part("s")])
+
+
+@given(st.lists(st.binary(max_size=30), min_size=1, max_size=6))
+def test_the_frames_of_a_data_url(frames):
+    texts = [base64.b64encode(frame).decode() for frame in frames]
+    for head, comma in (("data:video/jpeg;base64,", ","), ("DATA:Video/JPEG;Base64,", "\r\n,")):
+        url = head + comma.join(texts)
+        assert is_frames_url(url)
+        assert data_url_frames(url, 1000, 6, NAME) == frames
+        if len(frames) > 1:
+            with pytest.raises(InvalidRequestError, match=r"video\.max_frames allows"):
+                data_url_frames(url, 1000, len(frames) - 1, NAME)
+    assert not is_frames_url("data:video/mp4;base64,AAAA")
+    assert not is_frames_url("data:video/jpeg,AAAA")
+
+
+def test_words_of_videos():
+    with pytest.raises(InvalidRequestError) as refused:
+        data_url_bytes("data:;base64," + "A" * 40, 9, NAME, is_video=True)
+    assert "has 30 bytes, and video.max_mib allows 9; send a smaller video" in str(refused.value)
+    assert refused.value.code == "invalid_video_url"
+    with pytest.raises(InvalidRequestError) as refused:
+        fetch_target("http://b.test/", ["a.test"], NAME, is_video=True)
+    assert "fetches no videos (images.domains); send the video as data:video/mp4" in str(
+        refused.value
+    )

@@ -1,13 +1,14 @@
-"""Blocks of prompts with images: equal placeholder tokens do not make equal blocks."""
+"""Blocks of prompts with images and videos: equal placeholder tokens make no equal blocks."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.runtime.kv.block_table import image_extras
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.types.images import PromptImage
-from tests.runtime.toy_tower import toy_image
+from tests.runtime.toy_tower import toy_image, toy_pair
 
 BLOCK = 4
 
@@ -54,3 +55,49 @@ def test_blocks_are_shared_up_to_the_first_difference(first, second):
     pairs = list(zip(contents(ours), contents(theirs), strict=True))
     equal = next((index for index, (one, two) in enumerate(pairs) if one != two), length)
     assert shared_blocks(length, ours, theirs) == equal // BLOCK
+
+
+VIDEOS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(1, 3), st.sampled_from([0, 1, 9]), st.booleans()),
+    min_size=1,
+    max_size=4,
+)
+
+
+def pairs_of(parts: list[tuple[int, int, int, bool]]) -> list[PromptImage]:
+    """Pairs one after the other, each the first of a video or not."""
+    pairs: list[PromptImage] = []
+    begin = 0
+    for seed, width, time_offset, first in parts:
+        pairs.append(toy_pair(seed, 1, width, begin, time_offset=time_offset, first=first))
+        begin = pairs[-1].end
+    return pairs
+
+
+@given(VIDEOS, VIDEOS)
+def test_blocks_of_videos_are_shared_if_their_positions_are_equal_too(first, second):
+    length = 4 * BLOCK
+    ours, theirs = pairs_of(first), pairs_of(second)
+
+    def contents(pairs: list[PromptImage]) -> list[object]:
+        found: list[object] = [None] * length
+        for one in pairs:
+            for index in range(one.num_tokens):
+                place = one.time_offset, one.is_continued
+                found[one.begin + index] = one.pixels, one.width, index, place
+        return found
+
+    both = list(zip(contents(ours), contents(theirs), strict=True))
+    equal = next((index for index, (one, two) in enumerate(both) if one != two), length)
+    assert shared_blocks(length, ours, theirs) == equal // BLOCK
+
+
+def test_the_extras_of_images_alone_are_their_digests_and_places():
+    """So blocks on disk stay valid."""
+    image = toy_image(1, 2, 3, 2)
+    assert image_extras([image], BLOCK) == {
+        0: image.digest + b"\2\0\0\0",
+        1: image.digest + b"\xfe\xff\xff\xff",
+    }
+    pair = toy_pair(1, 2, 3, 2)
+    assert pair.cache_key == pair.digest

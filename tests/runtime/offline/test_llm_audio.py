@@ -172,7 +172,7 @@ def test_several_completions_and_beams(served):
             {"prompt": PLAIN, "multi_modal_data": {"audio": [(sound_of(1, 1), RATE)] * 2}},
             "has 2 items, and a prompt takes one",
         ),
-        ({"prompt": PLAIN, "multi_modal_data": {"video": 1}}, "video is not supported"),
+        ({"prompt": PLAIN, "multi_modal_data": {"video": 1}}, "must be an array of frames"),
         ({"decoder_prompt": PLAIN}, "encoder_prompt and decoder_prompt is"),
         ({"encoder_prompt": "a", "decoder_prompt": PLAIN}, "encoder_prompt and decoder_prompt is"),
         (

@@ -20,7 +20,7 @@ from ostinato.runtime.process.ipc import (
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
-from tests.runtime.toy_tower import toy_image
+from tests.runtime.toy_tower import toy_image, toy_pair
 
 LONG = "start: " + "x" * 1000
 
@@ -37,7 +37,8 @@ def add(request_id: str, grammar: str, images: list[PromptImage]) -> AddRequest:
     )
 
 
-IMAGES = [[], [toy_image(1, 16, 16)], [toy_image(1, 16, 16), toy_image(2, 16, 16)]]
+VIDEO = [toy_pair(1, 16, 16), toy_pair(2, 16, 16, 256, time_offset=3, first=False)]
+IMAGES = [[], [toy_image(1, 16, 16)], [toy_image(1, 16, 16), toy_image(2, 16, 16)], VIDEO]
 
 MESSAGES = st.one_of(
     st.just(AbortRequests(["a"])),

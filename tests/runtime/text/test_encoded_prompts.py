@@ -11,7 +11,9 @@ import pytest
 
 from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.images.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import (
     EncodedPrompt,
     PromptInputs,
@@ -41,7 +43,10 @@ class Model:
     def inputs(self, *, takes_images: bool = True, **config: Any) -> PromptInputs:
         spec = image_spec(self.placeholder_id) if takes_images else None
         return PromptInputs(
-            served(self.directory, spec), self.tokenizer, ImagesConfig(**config), AudioConfig()
+            served(self.directory, spec),
+            self.tokenizer,
+            MediaLimits(ImagesConfig(**config), VideoConfig()),
+            AudioConfig(),
         )
 
     def encode(self, prompt: Any, **fields: Any) -> EncodedPrompt:
@@ -121,7 +126,9 @@ def test_conversations_of_a_model_without_images(model: Model):
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ({"prompt": "a", "multi_modal_data": {"video": []}}, "'video'; video is not"),
+        ({"prompt": "a", "multi_modal_data": {"film": []}}, "got the key 'film'"),
+        ({"prompt": "a", "multi_modal_data": {"video": "x"}}, "must be an array of frames"),
+        ({"prompt": "a", "multi_modal_data": {"video": b"x"}}, "takes no videos; send text and"),
         ({"prompt": "a", "multi_modal_data": {"image": [], "audio": (1, 2)}}, "takes no audio"),
         ({"prompt": "a", "multi_modal_data": {"image": b"bytes"}}, "must be an image of Pillow"),
         ({"prompt": "a", "multi_modal_data": [1]}, "multi_modal_data must be"),
@@ -141,7 +148,9 @@ def test_prompts_that_are_refused(model: Model, prompt: Any, text: str):
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        ({"type": "video_url", "video_url": "x"}, "video and audio are not supported"),
+        ({"type": "input_audio", "input_audio": "x"}, "audio is not supported"),
+        ({"type": "video_url", "video_url": "x"}, "takes no videos; send text and images only"),
+        ({"type": "video", "video": 5}, "messages[0].content[0].video must be an array of frames"),
         ({"type": "image"}, "got {'type': 'image'}"),
         ("text", "got 'text'"),
         ({"type": "text"}, "a part is {'type': 'text', 'text': ...}"),

@@ -1,4 +1,4 @@
-"""Converts vLLM's arguments of media to the settings of the section `images`."""
+"""Converts vLLM's arguments of media to the settings of the sections `images` and `video`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ __all__ = ("MEDIA_REFUSED", "MEDIA_SETTINGS")
 
 _MAX_PER_REQUEST = "images.max_per_request"
 _MAX_RESIZED_PIXELS = "images.max_resized_pixels"
+_MAX_VIDEOS = "video.max_per_request"
+_MAX_FRAMES = "video.max_frames"
+_FPS = "video.fps"
 _NO_PREPARED_CACHE = (
     "prepared images are not kept; images.cache_tokens is the room for their embeddings"
 )
@@ -21,7 +24,6 @@ MEDIA_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         "files of this machine are not read for requests; send images as data: URLs, or as images"
         " of Pillow with LLM",
     ),
-    "media_io_kwargs": (("{}",), "images are read in one way; leave it out"),
     "mm_processor_cache_gb": ((0, 0.0), _NO_PREPARED_CACHE),
     "mm_processor_cache_type": ((), _NO_PREPARED_CACHE),
     "mm_shm_cache_max_object_size_mb": ((), _NO_PREPARED_CACHE),
@@ -36,13 +38,20 @@ MEDIA_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         (False,),
         "the memory of the vision tower is planned, not measured; leave it out",
     ),
-    "video_pruning_rate": ((0, 0.0), "video is not supported; leave it out"),
+    "video_pruning_rate": (
+        (0, 0.0),
+        "all embeddings of a video are used; lower video.max_frames or video.max_resized_pixels",
+    ),
 }
 _LIMIT_FORM = 'it must be JSON such as {"image": 4}'
+_FRAMES_FORM = 'it must be JSON such as {"video": {"num_frames": 32, "fps": 2}}'
+_ALL = 768  # the largest value of `video.max_frames`
+_FRAMES = {"num_frames": _MAX_FRAMES, "fps": _FPS}
+_MOST = {"image": _MAX_PER_REQUEST, "video": _MAX_VIDEOS}
 
 
-def _image_limit(value: object) -> Mapping[str, object]:
-    """`limit_mm_per_prompt`: the most images of a request. Limits of other media must be 0.
+def _most_of_each(value: object) -> Mapping[str, object]:
+    """`limit_mm_per_prompt`: the most images and videos of a request. That of audio must be 0.
 
     The older form `image=4` is read too.
     """
@@ -54,10 +63,12 @@ def _image_limit(value: object) -> Mapping[str, object]:
         text = str(count).strip()
         if not (text.isascii() and text.isdecimal()):
             raise ValueError(f"the limit of {medium} must be a whole number, got {limit!r}")
-        if medium == "image":
-            settings[_MAX_PER_REQUEST] = int(text)
+        if medium in _MOST:
+            settings[_MOST[medium]] = int(text)
         elif int(text):
-            raise ValueError(f"{medium} is not supported, only image; leave it out or give 0")
+            raise ValueError(
+                f"{medium} is not supported, only image and video; leave it out or give 0"
+            )
     return settings
 
 
@@ -70,12 +81,12 @@ def _limits(value: object) -> Mapping[str, object]:
     return json_object(value, _LIMIT_FORM)
 
 
-def _images_unless_disabled(value: object) -> Mapping[str, object]:
-    """`language_model_only`: with true, requests with images are refused."""
+def _media_unless_disabled(value: object) -> Mapping[str, object]:
+    """`language_model_only`: with true, requests with images or videos are refused."""
     word = str(value).strip().lower()
     if word not in ("true", "false"):
         raise ValueError("it must be true or false")
-    return {_MAX_PER_REQUEST: 0} if word == "true" else {}
+    return dict.fromkeys(_MOST.values(), 0) if word == "true" else {}
 
 
 def _processor_settings(value: object) -> Mapping[str, object]:
@@ -95,9 +106,42 @@ def _processor_settings(value: object) -> Mapping[str, object]:
     return settings
 
 
+def _frames(value: object) -> Mapping[str, object]:
+    """`media_io_kwargs`: the most frames of a video, and the frames of a second.
+
+    The number -1 means all frames. Here it means as many as a setting can allow.
+    """
+    media = json_object(value, _FRAMES_FORM)
+    settings: dict[str, object] = {}
+    for medium, given in media.items():
+        fields = json_object(given, _FRAMES_FORM)
+        if medium != "video" and fields:
+            raise ValueError(f"{medium} is read in one way; only video has settings; leave it out")
+        for key, number in fields.items():
+            if key not in _FRAMES:
+                raise ValueError(
+                    f"the key {key!r} of video is not supported, only num_frames and fps; leave it"
+                    " out"
+                )
+            is_all = key == "num_frames" and str(number).strip() == "-1"
+            settings[_FRAMES[key]] = _ALL if is_all else _above_zero(f"{key} of video", number)
+    return settings
+
+
+def _above_zero(name: str, value: object) -> int | float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    return int(number) if number.is_integer() else number
+
+
 # Arguments with a setting -> its key, the function that reads the value, whether it is a flag.
 MEDIA_SETTINGS: dict[str, tuple[str, Callable[[object], Mapping[str, object]], bool]] = {
-    "limit_mm_per_prompt": (_MAX_PER_REQUEST, _image_limit, False),
-    "language_model_only": (_MAX_PER_REQUEST, _images_unless_disabled, True),
+    "limit_mm_per_prompt": (_MAX_PER_REQUEST, _most_of_each, False),
+    "language_model_only": (_MAX_PER_REQUEST, _media_unless_disabled, True),
+    "media_io_kwargs": (_MAX_FRAMES, _frames, False),
     "mm_processor_kwargs": (_MAX_RESIZED_PIXELS, _processor_settings, False),
 }

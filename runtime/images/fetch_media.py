@@ -1,4 +1,4 @@
-"""Fetches the images of requests over HTTP, from the hosts that the operator allows.
+"""Fetches the images and videos of requests over HTTP, from the hosts that the operator allows.
 
 A URL comes from a client, so it must not reach services of the server's own network. A host must be
 in `images.domains`. Its name is resolved once, and every address that it has must be public. The
@@ -16,18 +16,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 
-from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_inputs import max_image_bytes
-from ostinato.runtime.images.image_sources import FetchTarget, fetch_target
+from ostinato.runtime.images.image_sources import FetchTarget, UrlWords, fetch_target, url_words
+from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.video.video_inputs import max_video_bytes
 
-__all__ = ("ImageFetcher", "Resolve", "is_public", "resolve_host")
+__all__ = ("MediaFetcher", "Resolve", "is_public", "resolve_host")
 
 _AT_ONCE = 8  # fetches at a time
 _MAX_TRIES = 3  # addresses of a host to which a connection is tried
 _LARGEST_IMAGES = 4  # a request fetches at most this many times `images.max_mib`
+_LARGEST_VIDEOS = 2  # and this many times `video.max_mib`
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_HEADERS = {"User-Agent": "ostinato", "Accept": "image/*", "Accept-Encoding": "identity"}
+_HEADERS = {"User-Agent": "ostinato", "Accept-Encoding": "identity"}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -52,11 +54,11 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-class ImageFetcher:
-    """Fetches images. All methods run on one event loop.
+class MediaFetcher:
+    """Fetches images and videos. All methods run on one event loop.
 
     Args:
-        config: the hosts, the time limit, and the largest size.
+        limits: the hosts and the time limit, which are those of images, and the largest sizes.
         resolve: finds the addresses of a host.
         is_allowed: whether a connection to an address may be made. An address that `domains` lists
             is always allowed.
@@ -64,52 +66,62 @@ class ImageFetcher:
 
     def __init__(
         self,
-        config: ImagesConfig,
+        limits: MediaLimits,
         resolve: Resolve = resolve_host,
         is_allowed: Callable[[Address], bool] = is_public,
     ) -> None:
-        self._config = config
+        self._limits = limits
         self._resolve = resolve
         self._is_allowed = is_allowed
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
 
-    async def fetch(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+    async def fetch(self, wanted: Mapping[str, FetchWanted]) -> dict[str, bytes]:
         """The bodies of URLs, at most 8 at a time. Cancelling the call ends all of them.
 
         Args:
-            urls: URL -> the name of its image in errors.
+            wanted: by URL.
 
         Raises:
-            InvalidRequestError: a URL is refused, or its image cannot be fetched. The text names
-                the image and the cause.
+            InvalidRequestError: a URL is refused, or its content cannot be fetched. The text names
+                the image or the video, and the cause.
         """
-        budget = _Budget(max_image_bytes(self._config))
-        tasks = [asyncio.ensure_future(self._one(url, urls[url], budget)) for url in urls]
+        images, video = self._limits
+        of_images = _Budget(url_words(is_video=False), max_image_bytes(images), _LARGEST_IMAGES)
+        of_videos = _Budget(url_words(is_video=True), max_video_bytes(video), _LARGEST_VIDEOS)
+        targets = [
+            fetch_target(url, images.domains, name, is_video=is_video)
+            for url, (name, is_video) in wanted.items()
+        ]
+        tasks = [
+            asyncio.ensure_future(
+                self._one(target, one.name, of_videos if one.is_video else of_images)
+            )
+            for target, one in zip(targets, wanted.values(), strict=True)
+        ]
         try:
             bodies = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return dict(zip(urls, bodies, strict=True))
+        return dict(zip(wanted, bodies, strict=True))
 
-    async def _one(self, url: str, name: str, budget: _Budget) -> bytes:
-        target = fetch_target(url, self._config.domains, name)
-        seconds = self._config.fetch_timeout_s
+    async def _one(self, target: FetchTarget, name: str, budget: _Budget) -> bytes:
+        seconds = self._limits.images.fetch_timeout_s
         async with self._slots:
             try:
                 async with asyncio.timeout(seconds):
-                    addresses = await self._addresses(target, name)
+                    addresses = await self._addresses(target, name, budget)
                     return await self._get(target, addresses, name, budget)
             except TimeoutError as error:
                 problem = f"was not fetched in images.fetch_timeout_s={seconds:g} s"
-                raise _refused(name, target, problem) from error
+                raise budget.refused(name, target, problem) from error
             except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
                 problem = f"cannot be fetched: {str(error) or type(error).__name__}"
-                raise _refused(name, target, problem) from error
+                raise budget.refused(name, target, problem) from error
 
-    async def _addresses(self, target: FetchTarget, name: str) -> list[str]:
+    async def _addresses(self, target: FetchTarget, name: str, budget: _Budget) -> list[str]:
         """The addresses of the host, all of which were checked."""
         if target.is_literal:  # `fetch_target` has found it in `domains`
             return [target.host]
@@ -120,9 +132,9 @@ class ImageFetcher:
                     f"has the address {text}, which is not public; to allow it, write the address"
                     " into images.domains and into the URL"
                 )
-                raise _refused(name, target, problem)
+                raise budget.refused(name, target, problem)
         if not addresses:
-            raise _refused(name, target, "has no address")
+            raise budget.refused(name, target, "has no address")
         return list(addresses[:_MAX_TRIES])
 
     async def _get(
@@ -156,70 +168,79 @@ class ImageFetcher:
             port=target.port,
             raw_path=target.target.encode("ascii"),
         )
-        headers = {**_HEADERS, "Host": target.authority}
+        headers = {**_HEADERS, "Accept": f"{budget.words.noun}/*", "Host": target.authority}
         extensions = {"sni_hostname": target.host}
         async with (
             client,
             client.stream("GET", url, headers=headers, extensions=extensions) as response,
         ):
-            _check_head(response, target, name, budget.max_bytes)
+            _check_head(response, target, name, budget)
             parts: list[bytes] = []
             size = 0
             async for part in response.aiter_raw():
                 size += len(part)
                 if size > budget.max_bytes:
-                    raise _refused(name, target, f"has {_too_large(budget.max_bytes)}")
+                    raise budget.refused(name, target, f"has {budget.too_large()}")
                 budget.add(len(part), name, target)
                 parts.append(part)
         return b"".join(parts)
 
 
 class _Budget:
-    """Counts the bytes of all images of one request.
+    """Counts the bytes of all images or all videos of one request, and makes the errors for them.
 
     Args:
-        max_bytes: the most bytes of one image.
+        words: for errors.
+        max_bytes: the most bytes of one of them.
+        times: all of them together have at most so many times `max_bytes`.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, words: UrlWords, max_bytes: int, times: int) -> None:
+        self.words = words
         self.max_bytes = max_bytes
-        self._left = _LARGEST_IMAGES * max_bytes
+        self._times = times
+        self._left = times * max_bytes
 
     def add(self, size: int, name: str, target: FetchTarget) -> None:
         self._left -= size
         if self._left < 0:
-            most = _LARGEST_IMAGES * self.max_bytes
+            most = self._times * self.max_bytes
             problem = (
-                f"is too large: the fetched images of a request have at most {most} bytes together"
-                f" ({_LARGEST_IMAGES} times images.max_mib)"
+                f"is too large: the fetched {self.words.noun}s of a request have at most {most}"
+                f" bytes together ({self._times} times {self.words.setting})"
             )
-            raise _refused(name, target, problem)
+            raise self.refused(name, target, problem)
+
+    def too_large(self, size: int | None = None) -> str:
+        """The end of the error for a size; None = it is not known."""
+        found = f"more than {self.max_bytes}" if size is None else str(size)
+        noun, setting = self.words.noun, self.words.setting
+        return f"{found} bytes, and {setting} allows {self.max_bytes}; send a smaller {noun}"
+
+    def refused(self, name: str, target: FetchTarget, problem: str) -> InvalidRequestError:
+        """The error for one image or video."""
+        return InvalidRequestError(
+            f"{name} from the host {target.host!r} {problem}",
+            param=name.partition(":")[0],
+            code=self.words.code,
+        )
 
 
-def _check_head(response: httpx.Response, target: FetchTarget, name: str, max_bytes: int) -> None:
-    """Raises InvalidRequestError unless an answer has the image itself."""
+def _check_head(response: httpx.Response, target: FetchTarget, name: str, budget: _Budget) -> None:
+    """Raises InvalidRequestError unless an answer has the image or the video itself."""
     status = response.status_code
     if 300 <= status < 400:
         problem = f"was answered with a redirect ({status}), which is not followed; send the"
-        raise _refused(name, target, f"{problem} final URL")
+        raise budget.refused(name, target, f"{problem} final URL")
     if status != 200:
-        raise _refused(name, target, f"was answered with the status {status}, and 200 is needed")
+        raise budget.refused(
+            name, target, f"was answered with the status {status}, and 200 is needed"
+        )
     coding = response.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
-        raise _refused(name, target, f"has the Content-Encoding {coding[:40]!r}; none is supported")
+        raise budget.refused(
+            name, target, f"has the Content-Encoding {coding[:40]!r}; none is supported"
+        )
     length = response.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise _refused(name, target, f"has {_too_large(max_bytes, int(length))}")
-
-
-def _too_large(max_bytes: int, size: int | None = None) -> str:
-    found = f"more than {max_bytes}" if size is None else str(size)
-    return f"{found} bytes, and images.max_mib allows {max_bytes}; send a smaller image"
-
-
-def _refused(name: str, target: FetchTarget, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name} from the host {target.host!r} {problem}",
-        param=name.partition(":")[0],
-        code="invalid_image_url",
-    )
+    if length.isdecimal() and int(length) > budget.max_bytes:
+        raise budget.refused(name, target, f"has {budget.too_large(int(length))}")

@@ -13,9 +13,13 @@ import pytest
 import trustme
 
 from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.fetch_images import ImageFetcher, is_public
+from ostinato.runtime.images.fetch_media import MediaFetcher, is_public
+from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
 
+IMAGE = FetchWanted("messages: image 1", False)
+VIDEO = FetchWanted("messages: video 1", True)
 BODY = b"the bytes of an image"
 Serve = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -79,16 +83,22 @@ def is_local(address: Any) -> bool:
 
 def fetcher(
     *answers: Sequence[str], is_allowed: Callable[[Any], bool] = is_local, **config: Any
-) -> ImageFetcher:
+) -> MediaFetcher:
     values = {"domains": ["images.test"], **config}
-    return ImageFetcher(ImagesConfig(**values), resolver(*answers or (["127.0.0.1"],)), is_allowed)
+    return MediaFetcher(limits(**values), resolver(*answers or (["127.0.0.1"],)), is_allowed)
 
 
-async def refusal(fetching: ImageFetcher, url: str) -> str:
+def limits(**images: Any) -> MediaLimits:
+    return MediaLimits(ImagesConfig(**images), VideoConfig(max_mib=1.0))
+
+
+async def refusal(fetching: MediaFetcher, url: str, wanted: FetchWanted = IMAGE) -> str:
     with pytest.raises(InvalidRequestError) as refused:
-        await fetching.fetch({url: "messages: image 1"})
+        await fetching.fetch({url: wanted})
     assert (refused.value.status, refused.value.param) == (400, "messages")
-    assert str(refused.value).startswith("messages: image 1 ")
+    noun = "video" if wanted.is_video else "image"
+    assert refused.value.code == f"invalid_{noun}_url"
+    assert str(refused.value).startswith(f"{wanted.name} ")
     return str(refused.value)
 
 
@@ -104,7 +114,7 @@ def test_the_bytes_of_every_url():
         async with serving(serve) as server:
             base = f"http://images.test:{server.port}"
             urls = [f"{base}/{number}?a=b" for number in range(20)]
-            bodies = await fetcher().fetch(dict.fromkeys(urls, "i"))
+            bodies = await fetcher().fetch(dict.fromkeys(urls, IMAGE))
             assert bodies == {url: url.removeprefix(base).encode() for url in urls}
             assert f"Host: images.test:{server.port}\r\n" in server.heads[0]
 
@@ -114,7 +124,7 @@ def test_the_bytes_of_every_url():
 def test_a_path_is_encoded_once():
     async def main() -> None:
         async with serving(always(answer())) as server:
-            await fetcher().fetch({f"http://IMAGES.test:{server.port}/ä%20b?q=ü#part": "i"})
+            await fetcher().fetch({f"http://IMAGES.test:{server.port}/ä%20b?q=ü#part": IMAGE})
             assert server.heads[0].startswith("GET /%C3%A4%20b?q=%C3%BC HTTP/1.1\r\n")
 
     run(main())
@@ -130,7 +140,7 @@ def test_https_checks_the_certificate_of_the_name_not_of_the_address(monkeypatch
             async with serving(always(answer()), tls) as server:
                 fetching = fetcher(domains=["images.test", "other.test"])
                 url = f"https://images.test:{server.port}/a.png"
-                assert await fetching.fetch({url: "i"}) == {url: BODY}
+                assert await fetching.fetch({url: IMAGE}) == {url: BODY}
                 other = f"https://other.test:{server.port}/a.png"
                 assert "certificate" in await refusal(fetching, other)
 
@@ -183,9 +193,30 @@ def test_all_images_of_a_request_have_a_limit_together():
             base = f"http://images.test:{server.port}"
             fetching = fetcher(max_mib=0.5)
             urls = [f"{base}/{number}" for number in range(6)]
-            assert len(await fetching.fetch(dict.fromkeys(urls[:5], "i"))) == 5
+            assert len(await fetching.fetch(dict.fromkeys(urls[:5], IMAGE))) == 5
             with pytest.raises(InvalidRequestError, match=r"4 times images\.max_mib"):
-                await fetching.fetch(dict.fromkeys(urls, "messages: image 1"))
+                await fetching.fetch(dict.fromkeys(urls, IMAGE))
+
+    run(main())
+
+
+def test_images_and_videos_have_limits_of_their_own():
+    async def main() -> None:
+        async with serving(always(answer(bytes(1_000_000)))) as server:
+            base = f"http://images.test:{server.port}"
+            fetching = fetcher(max_mib=0.5)
+            assert len(await fetching.fetch({f"{base}/a": VIDEO, f"{base}/b": VIDEO})) == 2
+            assert all("\r\nAccept: video/*\r\n" in head for head in server.heads)
+            text = await refusal(fetching, f"{base}/a")
+            assert "has 1000000 bytes, and images.max_mib allows 524288" in text
+            assert "\r\nAccept: image/*\r\n" in server.heads[-1]
+            with pytest.raises(
+                InvalidRequestError, match=r"2097152 bytes together .2 times video\.max_mib"
+            ):
+                await fetching.fetch({f"{base}/{number}": VIDEO for number in range(3)})
+        async with serving(always(answer(bytes(1_100_000)))) as server:
+            text = await refusal(fetching, f"http://images.test:{server.port}/", VIDEO)
+            assert "has 1100000 bytes, and video.max_mib allows 1048576; send a smaller" in text
 
     run(main())
 
@@ -215,10 +246,9 @@ def test_a_second_answer_of_the_name_server_has_no_effect():
             return ["127.0.0.1"] if len(asked) == 1 else ["10.0.0.1"]
 
         async with serving(always(answer())) as server:
-            config = ImagesConfig(domains=["images.test"])
-            fetching = ImageFetcher(config, resolve, is_local)
+            fetching = MediaFetcher(limits(domains=["images.test"]), resolve, is_local)
             url = f"http://images.test:{server.port}/"
-            assert await fetching.fetch({url: "i"}) == {url: BODY}
+            assert await fetching.fetch({url: IMAGE}) == {url: BODY}
             assert asked == ["images.test"]
             assert "10.0.0.1, which is not public" in await refusal(fetching, url)
             assert len(server.heads) == 1
@@ -231,7 +261,7 @@ def test_the_next_address_is_tried_if_a_connection_fails():
         async with serving(always(answer())) as server:
             fetching = fetcher(["127.0.0.2", "127.0.0.1"], is_allowed=lambda address: True)
             url = f"http://images.test:{server.port}/"
-            assert await fetching.fetch({url: "i"}) == {url: BODY}
+            assert await fetching.fetch({url: IMAGE}) == {url: BODY}
 
     run(main())
 
@@ -241,7 +271,7 @@ def test_an_address_that_the_operator_lists_is_allowed():
         async with serving(always(answer())) as server:
             fetching = fetcher(domains=["127.0.0.1"], is_allowed=is_public)
             url = f"http://127.0.0.1:{server.port}/"
-            assert await fetching.fetch({url: "i"}) == {url: BODY}
+            assert await fetching.fetch({url: IMAGE}) == {url: BODY}
 
     run(main())
 
@@ -256,7 +286,7 @@ def test_a_name_that_cannot_be_resolved(failure):
                 raise failure
             return failure
 
-        fetching = ImageFetcher(ImagesConfig(domains=["images.test"]), resolve, is_local)
+        fetching = MediaFetcher(limits(domains=["images.test"]), resolve, is_local)
         assert "from the host 'images.test'" in await refusal(fetching, "http://images.test/")
 
     run(main())
@@ -270,7 +300,7 @@ def test_no_proxy_of_the_environment_is_used(monkeypatch):
         ):
             monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.port}")
             url = f"http://images.test:{server.port}/"
-            assert await fetcher().fetch({url: "i"}) == {url: BODY}
+            assert await fetcher().fetch({url: IMAGE}) == {url: BODY}
 
     run(main())
 
@@ -288,7 +318,7 @@ def test_a_cancelled_fetch_closes_its_connections():
 
         listening = await asyncio.start_server(connected, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
-        work = asyncio.ensure_future(fetcher().fetch({f"http://images.test:{port}/": "i"}))
+        work = asyncio.ensure_future(fetcher().fetch({f"http://images.test:{port}/": IMAGE}))
         await began.wait()
         work.cancel()
         await ended.wait()

@@ -1,0 +1,101 @@
+"""The parts of a message that are images or videos, and the frames that a request asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
+
+__all__ = (
+    "ImageDetail",
+    "ImageUrl",
+    "ImageUrlPart",
+    "InputImagePart",
+    "MediaSettings",
+    "VideoFrames",
+    "VideoUrl",
+    "VideoUrlPart",
+)
+
+# `auto` and `high` are the size that the model's checkpoint states. docs/images.md defines `low`.
+ImageDetail = Literal["auto", "low", "high"]
+
+
+class ImageUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str  # data:image/png;base64,DATA, or a URL whose host is in `images.domains`
+    detail: ImageDetail | None = None
+
+
+class VideoUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # A data: URL of a file or of JPEG frames, or a URL whose host is in `images.domains`.
+    url: str
+
+
+class _MediaPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # A name that the client gives to the image or video. It has no effect, because caches compare
+    # pixels.
+    uuid: str | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class _ImagePart(_MediaPart, frozen=True, kw_only=True):
+    image_url: str | ImageUrl
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+class ImageUrlPart(_ImagePart, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """An image, as in OpenAI's chat completions."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the request asks for a small image."""
+        return isinstance(self.image_url, ImageUrl) and self.image_url.detail == "low"
+
+
+class InputImagePart(_ImagePart, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+    """An image, as in OpenAI's Responses API."""
+
+    detail: ImageDetail | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the request asks for a small image."""
+        within = self.image_url.detail if isinstance(self.image_url, ImageUrl) else None
+        return "low" in (self.detail, within)
+
+
+class VideoUrlPart(_MediaPart, frozen=True, kw_only=True, tag_field="type", tag="video_url"):
+    """A video, as in vLLM's chat completions."""
+
+    video_url: str | VideoUrl
+
+    @property
+    def url(self) -> str:
+        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+
+class VideoFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which frames of its videos a request asks for. `video.max_frames` limits their number.
+
+    Raises:
+        ValueError: both values are set.
+    """
+
+    num_frames: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    fps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # frames of a second of video
+
+    def __post_init__(self) -> None:
+        if self.num_frames is not None and self.fps is not None:
+            raise ValueError("num_frames and fps contradict each other; give one of them")
+
+
+class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the media of a request are read."""
+
+    video: VideoFrames | None = None
