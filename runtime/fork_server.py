@@ -120,14 +120,15 @@ class ForkServer:
 
     Args:
         module: run as `python -m`; its main calls `serve_forks`.
-        first: a message that the server process gets before its first job.
+        first: makes the message that the server process gets before its first job.
     """
 
-    def __init__(self, module: str, first: bytes) -> None:
+    def __init__(self, module: str, first: Callable[[], bytes]) -> None:
         self._module = module
         self._first = first
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._has_first = False  # the process has got its first message
         self._idle: list[_Fork] = []  # the most recently used fork is the last
 
     @property
@@ -135,15 +136,34 @@ class ForkServer:
         """The id of the server process, or None when there is none."""
         return None if self._process is None else self._process.pid
 
-    def start(self) -> None:
-        """Start the server process if it does not run, so that the first job does not wait for it.
+    def launch(self) -> None:
+        """Launch the server process if it does not run. It imports its modules and then waits.
+
+        So it can do so before the first message is known.
 
         Raises:
             JobError: the process cannot be started.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
-            self._start()
+            self._spawn()
+
+    def start(self) -> None:
+        """Make the server process ready for jobs, so that the first job does not wait for it.
+
+        Raises:
+            JobError: the process cannot be started.
+        """
+        self.launch()
+        if self._has_first:
+            return
+        self._has_first = True
+        assert self._control is not None, "launched"
+        first = self._first()
+        self._control.setblocking(True)
+        with contextlib.suppress(OSError):  # if the process has ended, the job's `call` raises
+            self._control.sendall(_SIZE.pack(len(first)) + first)
+        self._control.setblocking(False)
 
     async def call(self, job: _Parts, limits: JobLimits) -> bytearray:
         """The answer to a job, given whole or in parts. Cancelling the call ends the job.
@@ -187,6 +207,7 @@ class ForkServer:
         for fork in self._idle:
             fork.connection.close()
         self._idle.clear()
+        self._has_first = False
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -231,7 +252,7 @@ class ForkServer:
         except OSError as error:
             raise JobError(self._own_end(), "") from error
 
-    def _start(self) -> None:
+    def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -247,9 +268,6 @@ class ForkServer:
                 text = f"cannot be started ({error.strerror})"
                 raise JobError(FailureReason(text, Fault.start), "") from error
         self._control = ours
-        with contextlib.suppress(OSError):  # if the process has ended, the job's `call` raises
-            ours.sendall(_SIZE.pack(len(self._first)) + self._first)
-        ours.setblocking(False)
 
     def _own_end(self) -> FailureReason:
         """Close the server process and return why it did not answer.

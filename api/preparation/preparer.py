@@ -112,7 +112,7 @@ class Preparer:
         self._source = source
         self._settings = settings
         self._inline = Preparation(source, settings)
-        self._server: ForkServer | None = None
+        self._forks = ForkServer(FORK_MODULE, self._fork_start)
         self._turns = asyncio.Semaphore(8)
         self._large_turns = asyncio.Semaphore(2)
         self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
@@ -122,16 +122,19 @@ class Preparer:
         self._short_audio_turns = asyncio.Semaphore(2)  # files up to `_SHORT_AUDIO_BYTES`
         self._fetcher = fetcher
 
-    def start(self) -> None:
-        """Start the fork server, which takes a second to load the tokenizer.
+    def launch(self) -> None:
+        """Launch the fork server, which takes half a second for its imports.
 
-        Called when the model is known. If the fork server cannot be started, the next request that
-        needs it tries again.
+        If it cannot be launched, `start` tries again.
         """
-        try:
-            self._forks().start()
-        except JobError as error:
-            _LOG.warning("the process that prepares requests %s", error.reason.text)
+        _try(self._forks.launch)
+
+    def start(self) -> None:
+        """Have the fork server load the tokenizer. Called when the model is known.
+
+        If the fork server cannot be started, the next request that needs it tries again.
+        """
+        _try(self._forks.start)
 
     def run_inline(self, prepare: Prepare[T], data: Body, arrival: Arrival) -> T | None:
         """The result of `prepare` for a small request; None = the request needs a fork.
@@ -222,34 +225,39 @@ class Preparer:
 
     def close(self) -> None:
         """End the fork server."""
-        if self._server is not None:
-            self._server.close()
+        self._forks.close()
 
     async def _fork(
         self, prepare: Prepare[T], data: Body, arrival: Arrival, limits: JobLimits
     ) -> T:
-        server = self._forks()
         job = encode_job(prepare.__name__, arrival, data, is_shared=limits.is_shared)
         for number in range(_NUM_TRIES):
             try:
-                answer = await server.call(job, limits)
+                answer = await self._forks.call(job, limits)
             except JobError as error:
                 _raise_for(error, is_last=number + 1 == _NUM_TRIES)
             else:
                 return await _read_answer(prepare, answer)
         raise AssertionError("the last try has a result or raises")
 
-    def _forks(self) -> ForkServer:
-        if self._server is None:
-            tokenizer = self._source.tokenizer
-            template = None if tokenizer is None else tokenizer.chat_template
-            start = ForkStart(
-                model=self._source.model,
-                chat_template=None if template is None else template.source,
-                settings=self._settings,
-            )
-            self._server = ForkServer(FORK_MODULE, msgspec.json.encode(start))
-        return self._server
+    def _fork_start(self) -> bytes:
+        """The first message of the fork server."""
+        tokenizer = self._source.tokenizer
+        template = None if tokenizer is None else tokenizer.chat_template
+        start = ForkStart(
+            model=self._source.model,
+            chat_template=None if template is None else template.source,
+            settings=self._settings,
+        )
+        return msgspec.json.encode(start)
+
+
+def _try(start: Callable[[], None]) -> None:
+    """Start a process; log why it cannot be started."""
+    try:
+        start()
+    except JobError as error:
+        _LOG.warning("the process that prepares requests %s", error.reason.text)
 
 
 def _size(data: Body, arrival: Arrival) -> int:

@@ -209,6 +209,7 @@ class _Server:
         self._on_phase("launch", self._client.startup_seconds["launch"])
         self._service.admission.phase = "loading"
         await self._import_rest()
+        self._service.preparer.launch()
         # Objects of the start-up are never freed. After `freeze`, garbage collections skip them.
         # Nearly all of them exist by now, and this process waits for the engine. The command line
         # has switched collections off, because each would visit all objects of imported modules.

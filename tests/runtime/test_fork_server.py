@@ -25,7 +25,7 @@ def run(
     """Runs a test with a server of its own. Afterwards no process may be left."""
 
     async def main() -> None:
-        server = ForkServer(module, first)
+        server = ForkServer(module, lambda: first)
         try:
             await test(server)
         finally:
@@ -85,6 +85,29 @@ def test_it_can_be_started_before_its_first_job():
         assert (await server.call(b"a", LIMITS)).startswith(b"1001 hello")
 
     run(test)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_it_can_be_launched_before_its_first_message_is_known(is_killed):
+    async def main():
+        known = {}
+        server = ForkServer(CHILD, lambda: known["first"])
+        try:
+            server.launch()
+            pid = server.pid
+            server.launch()  # does nothing while it runs
+            assert server.pid == pid is not None
+            if is_killed:
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: server._process.poll() is not None)
+            known["first"] = b"later"
+            server.start()
+            assert (server.pid != pid) is is_killed
+            assert (await server.call(b"a", LIMITS)).startswith(b"1001 later")
+        finally:
+            server.close()
+
+    asyncio.run(main())
 
 
 SHARED = LIMITS._replace(is_shared=True)
