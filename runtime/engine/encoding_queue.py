@@ -10,7 +10,8 @@ The ranks encode between steps, in units of work, so that steps wait only a shor
 Requests get rows, and are encoded, in the order of fair queueing (Demers, Keshav and Shenker,
 1989), as in `Turns` (runtime/scheduling/sequences/sequence_turns.py): the k-th further window of a
 file comes behind the k-th request that arrives later. So that such a request finds rows, the
-windows of one file hold at most three quarters of them.
+windows of one file hold at most three quarters of them. A request gets rows for all its images and
+pairs of frames at once, but the k-th further one is encoded after those of the k-th later request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.models.vision.video_spec import EXTRA_POSITIONS
@@ -100,7 +101,7 @@ class EncodingQueue:
     @property
     def encoding(self) -> str | None:
         """The request whose encodings are computed next; None = all waiting ones lack rows."""
-        return next((name for *_, name in self._queue if self._is_encoding(name)), None)
+        return min(self._missing(), default=(None, None, None))[1]
 
     @property
     def predicted_seconds(self) -> float:
@@ -197,8 +198,7 @@ class EncodingQueue:
             return self._take_ready()
         begin = time.perf_counter()
         seconds = _BUSY_S if is_busy else _IDLE_S
-        names = (name for *_, name in self._queue if self._is_encoding(name))
-        order = list(dict.fromkeys(digest for name in names for digest in self._held[name]))
+        order = list(dict.fromkeys(digest for *_, digest in sorted(self._missing())))
         answers = self._executor.call(AdvanceEncodings(seconds, self._take_dropped(), order))
         self.encode_seconds += time.perf_counter() - begin
         for digest in (digest for answer in answers for digest in answer.split()):
@@ -226,6 +226,13 @@ class EncodingQueue:
         if was_waiting:
             self._begin_waiting()
         return was_waiting
+
+    def _missing(self) -> Iterator[tuple[tuple[int, int, int, int], str, bytes]]:
+        """The inputs that have rows and are not encoded: their order, a request and the digest."""
+        for rank, turn, place, arrival, name in self._queue:
+            for number, digest in enumerate(self._held.get(name, ())):
+                if not self._encodings[digest].is_ready:
+                    yield (rank, turn + number, place + number, arrival), name, digest
 
     def _is_encoding(self, request_id: str) -> bool:
         """Whether a waiting request has rows, and an input that is not encoded."""

@@ -231,6 +231,27 @@ def test_a_file_of_many_windows_leaves_rows_and_turns_to_later_requests():
     queue.check_integrity()
 
 
+def test_an_image_waits_for_few_pairs_of_an_earlier_video():
+    """The ranks compute one unit at a time. A pair of two embeddings takes two units and an end."""
+    queue, _ = make_queue(16)
+    pairs = [
+        toy_pair(seed, 2, 1, time_offset=seed - 1, first=seed == 1) for seed in range(1, 7)
+    ]
+    queue.add(request("video", pairs))
+    for _ in range(4):
+        assert queue.advance(is_busy=True) == []
+    queue.add(request("image", [toy_image(9, 2, 1)]))
+    encoding: list[str | None] = []
+    ready: list[str] = []
+    while queue.num_waiting:
+        encoding.append(queue.encoding)
+        ready += queue.advance(is_busy=True)
+        assert len(encoding) < 40
+    assert ready == ["image", "video"]
+    assert encoding == ["image"] * 3 + ["video"] * 14
+    queue.check_integrity()
+
+
 def test_completions_of_one_prompt_share_their_image_at_once():
     queue, ranks = make_queue(8)
     for place in range(3):
