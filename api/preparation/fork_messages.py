@@ -63,7 +63,9 @@ class ForkAnswer(NamedTuple):
     """The first byte of a fork's answer. It says what follows."""
 
     result = b"+"  # JSON; if the function returns bytes, these bytes
-    images = b"i"  # the length of the JSON, the JSON without pixels, and the pixels of all images
+    # The length of the JSON, the JSON without pixels, and the pixels of all images. Equal ones are
+    # there once.
+    images = b"i"
     audio = b"a"  # the same with the features of all windows of audio instead of pixels
     refusal = b"-"  # a `Refusal`
     own_fork = b"1"  # the request needs a fork of its own
@@ -139,15 +141,15 @@ def encode_result(result: Any) -> bytes:
         windows = result.windows
         audio = [one.audio.without_data() for one in windows]
         encoded = msgspec.json.encode(_with_audio(result, audio))
-        features = [one.audio.features for one in windows]
-        return b"".join([ForkAnswer.audio, _LENGTH.pack(len(encoded)), encoded, *features])
+        features = {one.audio.digest: one.audio.features for one in windows}
+        return b"".join([ForkAnswer.audio, _LENGTH.pack(len(encoded)), encoded, *features.values()])
     images = _images(result)
     if not images:
         return ForkAnswer.result + msgspec.json.encode(result)
     bare = [image.without_data() for image in images]
     encoded = msgspec.json.encode(_with_images(result, bare))
-    pixels = [image.pixels for image in images]
-    return b"".join([ForkAnswer.images, _LENGTH.pack(len(encoded)), encoded, *pixels])
+    pixels = {image.digest: image.pixels for image in images}
+    return b"".join([ForkAnswer.images, _LENGTH.pack(len(encoded)), encoded, *pixels.values()])
 
 
 def split_result(view: memoryview) -> tuple[memoryview, memoryview]:
@@ -168,7 +170,7 @@ async def with_pixels(result: T, pixels: memoryview) -> T:
 
     Args:
         result: as `encode_result` has encoded it.
-        pixels: the pixels of all images, one after the other.
+        pixels: the pixels of all images, one after the other. Equal ones are there once.
 
     Raises:
         RuntimeError: the answer of the fork contradicts itself.
@@ -183,7 +185,7 @@ async def with_features(result: T, features: memoryview) -> T:
 
     Args:
         result: as `encode_result` has encoded it.
-        features: the features of all windows, one after the other.
+        features: the features of all windows, one after the other. Equal ones are there once.
 
     Raises:
         RuntimeError: the answer of the fork contradicts itself.
@@ -193,20 +195,34 @@ async def with_features(result: T, features: memoryview) -> T:
 
 
 async def _completed(bare: Sequence[Input], data: memoryview) -> list[Input]:
-    """Images or audio with their data, which stand one after the other."""
+    """Images or audio with their data. Equal ones share it."""
     complete: list[Input] = []
+    known: dict[bytes, Input] = {}
     begin = 0
     for one in bare:
+        earlier = known.get(one.digest)
+        if earlier is not None and earlier.shape == one.shape:
+            complete.append(_with_data_of(earlier, one))
+            continue
         end = begin + one.num_bytes
         try:
             own = await asyncio.to_thread(one.with_data, bytes(data[begin:end]))
         except ValueError as error:
             raise RuntimeError("the process that prepares requests sent a wrong digest") from error
-        complete.append(cast("Input", own))
+        known[one.digest] = cast("Input", own)
+        complete.append(known[one.digest])
         begin = end
     if begin != len(data):
         raise RuntimeError("the process that prepares requests sent data of another size")
     return complete
+
+
+def _with_data_of(source: Input, target: Input) -> Input:
+    """A copy of `target` with the data of an input of the same digest."""
+    replace = msgspec.structs.replace
+    if isinstance(source, PromptImage):
+        return cast("Input", replace(target, pixels=source.pixels))
+    return cast("Input", replace(target, features=source.features))
 
 
 def _with_audio(result: Any, audio: list[PromptAudio]) -> Any:

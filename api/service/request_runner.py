@@ -125,10 +125,20 @@ class RequestRunner:
             HelperProcessError: no process could check the constraint.
         """
         self._admission.check_prompts([len(one.prompt_token_ids) for one in generations])
+        if generations[0].sampling.structured_outputs is not None:
+            await self._compile_grammar(constraint_field, generations, context)
+        # After the wait, because other requests can have begun meanwhile.
         self._admission.check_media(num_media_bytes(generations))
+
+    async def _compile_grammar(
+        self,
+        constraint_field: str,
+        generations: Sequence[Generation],
+        context: RequestContext,
+    ) -> None:
+        """Compile the grammar of a request; see `prepare`."""
         sampling = generations[0].sampling
-        if sampling.structured_outputs is None:
-            return
+        assert sampling.structured_outputs is not None, "the caller has checked it"
         context.constraint_field = constraint_field
         begin = time.monotonic()
         compiling = self._client.compile_grammar(sampling.structured_outputs)

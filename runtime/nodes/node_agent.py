@@ -239,7 +239,7 @@ class _Session:
                     engine.child.kill()
                 else:
                     with contextlib.suppress(EngineDeadError):
-                        await engine.child.send(order.data)
+                        await engine.child.send(order.parts)
             elif isinstance(order, Leave):
                 return
 

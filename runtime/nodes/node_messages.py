@@ -7,6 +7,7 @@ machine. `FromEngine` and `ToEngine` carry the messages of an engine process
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -107,7 +108,7 @@ class ToEngine(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """A message for an engine process."""
 
     engine: int
-    data: bytes
+    parts: Sequence[bytes]
 
 
 class Kill(msgspec.Struct, frozen=True, array_like=True, tag=5):

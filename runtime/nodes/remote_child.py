@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ostinato.runtime.engine.flight_recorder import flight_path
@@ -86,10 +86,10 @@ class RemoteChild:
         """
         self._node, self._post = node, post
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, parts: Sequence[bytes]) -> None:
         if self._post is None or self._ended.is_set():
             raise EngineDeadError("the engine does not run")
-        self._post(ToEngine(self.number, data))
+        self._post(ToEngine(self.number, parts))
 
     async def receive(self) -> bytes | None:
         data = await self._inbox.get()

@@ -60,8 +60,8 @@ class SpanningChild:
         await self._engine.spawn(start)
         self._tasks.append(asyncio.create_task(self._read_engine()))
 
-    async def send(self, data: bytes) -> None:
-        await self._engine.send(data)
+    async def send(self, parts: Sequence[bytes]) -> None:
+        await self._engine.send(parts)
 
     async def receive(self) -> bytes | None:
         data = await self._inbox.get()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -78,8 +79,8 @@ class EngineChild(Protocol):
         """
         ...
 
-    async def send(self, data: bytes) -> None:
-        """Send a message.
+    async def send(self, parts: Sequence[bytes]) -> None:
+        """Send a message of one or more parts.
 
         Raises:
             EngineDeadError: the process has closed its socket.
@@ -179,11 +180,11 @@ class LocalChild:
         with contextlib.suppress(ConnectionError):
             await asyncio.to_thread(process.write, start + b"\n")
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, parts: Sequence[bytes]) -> None:
         # The queue has no limit, so a send waits only if the other side is gone. It would then wait
-        # for ever.
+        # for ever. Large parts are not copied: a thread of ZeroMQ writes them.
         try:
-            await self._socket.send(data, flags=zmq.NOBLOCK)
+            await self._socket.send_multipart(parts, flags=zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             raise EngineDeadError("the engine ended: it closed its socket") from error
 

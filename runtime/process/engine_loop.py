@@ -41,6 +41,7 @@ from ostinato.runtime.process.ipc import (
     State,
     StepStarted,
     UtilityCall,
+    attach_data,
     client_decoder,
     encoder,
     with_repetition,
@@ -117,10 +118,11 @@ class _Connection:
         end = time.monotonic() + min(max(_RECEIVE_S, step_s / 2), _MOST_RECEIVE_S)
         while True:
             try:
-                message = self._socket.recv(zmq.NOBLOCK)
+                head, *data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            decoded, self._last = with_repetition(client_decoder.decode(message), self._last)
+            message = attach_data(client_decoder.decode(head), data)
+            decoded, self._last = with_repetition(message, self._last)
             if self._clock_offset_s and isinstance(decoded, AddRequest):
                 request = decoded.request
                 arrival = request.arrival_time - self._clock_offset_s

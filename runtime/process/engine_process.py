@@ -17,6 +17,7 @@ from ostinato.runtime.process.ipc import (
     LastParts,
     Phase,
     Shutdown,
+    detach_data,
     encoder,
     engine_decoder,
     without_repetition,
@@ -115,7 +116,8 @@ class EngineProcess:
             EngineDeadError: the process has closed its socket.
         """
         message, self._last = without_repetition(message, self._last)
-        await self._child.send(self._encoder.encode(message))
+        message, data = detach_data(message)
+        await self._child.send([self._encoder.encode(message), *data])
 
     async def next_message(self) -> EngineMessage | None:
         """The next message; None when the process has ended and all its messages were returned."""

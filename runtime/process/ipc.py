@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -34,7 +35,9 @@ __all__ = (
     "UtilityCall",
     "UtilityName",
     "UtilityReply",
+    "attach_data",
     "client_decoder",
+    "detach_data",
     "encoder",
     "engine_decoder",
     "first_decoder",
@@ -126,6 +129,42 @@ def with_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMess
         )
         message = AddRequest(request)
     return message, LastParts(request.grammar or last.grammar, request.images)
+
+
+def detach_data(message: ClientMessage) -> tuple[ClientMessage, list[bytes]]:
+    """Take pixels and features out of a message. `attach_data` puts them back.
+
+    They are sent as parts of their own, because encoding them would copy them twice on the event
+    loop. Equal ones are sent once.
+
+    Returns:
+        The message to encode, and the other parts.
+    """
+    if not isinstance(message, AddRequest) or not message.request.encoded_inputs:
+        return message, []
+    data = {one.digest: one.data for one in message.request.encoded_inputs}
+    bare = msgspec.structs.replace(message, request=message.request.without_data())
+    return bare, list(data.values())
+
+
+def attach_data(message: ClientMessage, data: Sequence[bytes]) -> ClientMessage:
+    """Undo `detach_data` on the receiving side.
+
+    Args:
+        message: the decoded first part.
+        data: the other parts.
+    """
+    if not isinstance(message, AddRequest) or not data:
+        return message
+    request = message.request
+    digests = dict.fromkeys(one.digest for one in request.encoded_inputs)
+    found = dict(zip(digests, data, strict=True))
+    replace = msgspec.structs.replace
+    audio = request.audio
+    if audio is not None:
+        audio = replace(audio, features=found[audio.digest])
+    images = [replace(image, pixels=found[image.digest]) for image in request.images]
+    return replace(message, request=replace(request, images=images, audio=audio))
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -206,6 +206,15 @@ def test_messages_of_forks_are_read_as_they_were_written(preparer: Preparer):
     bare = msgspec.json.decode(encoded, type=PreparedChat)
     assert [image.pixels for image in bare.ready.generation.images] == [b"", b""]
     assert asyncio.run(with_pixels(bare, pixels)) == one
+    # Equal images are sent once, and share their pixels in memory.
+    again = prepared(preparer, body_of(*[image_part(png(8, 4))] * 3, image_part(png(4, 4))))
+    encoded_again, pixels_again = split_result(memoryview(encode_result(again))[1:])
+    assert len(pixels_again) == 48 * 3
+    bare_again = msgspec.json.decode(encoded_again, type=PreparedChat)
+    shared = asyncio.run(with_pixels(bare_again, pixels_again))
+    assert shared == again
+    images = shared.ready.generation.images
+    assert images[0].pixels is images[1].pixels is images[2].pixels
     pixels[0] ^= 1
     with pytest.raises(RuntimeError, match="wrong digest"):  # embeddings are shared by digest
         asyncio.run(with_pixels(bare, pixels))

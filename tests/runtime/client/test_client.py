@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -102,16 +102,16 @@ def test_a_request_passes_three_modules_on_its_way_to_the_socket(
     walks: list[list[str]] = []
     send = LocalChild.send
 
-    async def watched(child: LocalChild, data: bytes) -> None:
+    async def watched(child: LocalChild, parts: Sequence[bytes]) -> None:
         frame, walk = sys._getframe(1), list[str]()
         while frame is not None:
             file = Path(frame.f_code.co_filename)
             if "runtime" in file.parts and "tests" not in file.parts and file.name not in walk:
                 walk.insert(0, file.name)
             frame = frame.f_back
-        if isinstance(client_decoder.decode(data), AddRequest):
+        if isinstance(client_decoder.decode(parts[0]), AddRequest):
             walks.append(walk)
-        await send(child, data)
+        await send(child, parts)
 
     async def scenario(client: EngineClient) -> None:
         monkeypatch.setattr(LocalChild, "send", watched)

@@ -234,9 +234,7 @@ def test_a_file_of_many_windows_leaves_rows_and_turns_to_later_requests():
 def test_an_image_waits_for_few_pairs_of_an_earlier_video():
     """The ranks compute one unit at a time. A pair of two embeddings takes two units and an end."""
     queue, _ = make_queue(16)
-    pairs = [
-        toy_pair(seed, 2, 1, time_offset=seed - 1, first=seed == 1) for seed in range(1, 7)
-    ]
+    pairs = [toy_pair(seed, 2, 1, time_offset=seed - 1, first=seed == 1) for seed in range(1, 7)]
     queue.add(request("video", pairs))
     for _ in range(4):
         assert queue.advance(is_busy=True) == []

@@ -12,11 +12,14 @@ from ostinato.runtime.process.ipc import (
     ClientMessage,
     LastParts,
     LoadAdapter,
+    attach_data,
     client_decoder,
+    detach_data,
     encoder,
     with_repetition,
     without_repetition,
 )
+from ostinato.runtime.types.audio import PromptAudio, audio_digest
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -38,7 +41,8 @@ def add(request_id: str, grammar: str, images: list[PromptImage]) -> AddRequest:
 
 
 VIDEO = [toy_pair(1, 16, 16), toy_pair(2, 16, 16, 256, time_offset=3, first=False)]
-IMAGES = [[], [toy_image(1, 16, 16)], [toy_image(1, 16, 16), toy_image(2, 16, 16)], VIDEO]
+STILL = [VIDEO[0], toy_pair(1, 16, 16, 256, time_offset=3, first=False), VIDEO[1]]
+IMAGES = [[], [toy_image(1, 16, 16)], [toy_image(1, 16, 16), toy_image(2, 16, 16)], VIDEO, STILL]
 
 MESSAGES = st.one_of(
     st.just(AbortRequests(["a"])),
@@ -53,13 +57,30 @@ def test_a_grammar_and_images_are_sent_once_in_a_row(sent):
     last_grammar, last_images = "", []
     for message in sent:
         short, sending = without_repetition(message, sending)
-        data = encoder().encode(short)
-        received: ClientMessage = client_decoder.decode(data)
+        bare, parts = detach_data(short)
+        data = encoder().encode(bare)
+        received: ClientMessage = attach_data(client_decoder.decode(data), parts)
         received, receiving = with_repetition(received, receiving)
         assert msgspec.to_builtins(received) == msgspec.to_builtins(message)
         if isinstance(message, AddRequest):
             grammar, images = message.request.grammar, message.request.images
             assert (LONG.encode() in data) == (grammar not in ("", last_grammar))
-            has_pixels = bool(images) and images[-1].pixels in data
-            assert has_pixels == (images not in ([], last_images))
+            assert not any(image.pixels in data for image in images)
+            sent_pixels = [] if images == last_images else [image.pixels for image in images]
+            assert parts == list(dict.fromkeys(sent_pixels))
             last_grammar, last_images = grammar or last_grammar, images
+
+
+def test_audio_is_a_part_of_its_own():
+    features = bytes(range(4 * 6 % 256)) * 2
+    audio = PromptAudio(
+        digest=audio_digest(3, 4, features), num_bins=3, num_frames=4, features=features
+    )
+    message = add("a", "", [])
+    message = AddRequest(msgspec.structs.replace(message.request, audio=audio))
+    bare, parts = detach_data(message)
+    assert parts == [features]
+    encoded = encoder().encode(bare)
+    assert features not in encoded
+    received = attach_data(client_decoder.decode(encoded), parts)
+    assert msgspec.to_builtins(received) == msgspec.to_builtins(message)
