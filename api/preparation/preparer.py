@@ -53,7 +53,7 @@ from ostinato.api.preparation.turns import decoder_in_turns
 from ostinato.models.vision.video_spec import FRAMES_OF_PAIR
 from ostinato.runtime.audio.audio_inputs import max_audio_memory
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
+from ostinato.runtime.forks.fork_server import ForkServer, JobError, JobLimits
 from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.sandbox import Fault
 from ostinato.runtime.video.video_inputs import max_video_memory

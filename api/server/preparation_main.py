@@ -28,7 +28,8 @@ from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.responses import preparation as responses
 from ostinato.runtime.audio.audio_inputs import preload_audio
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.fork_server import BeginPart, Job, serve_forks
+from ostinato.runtime.forks.fork_frames import BeginPart, Job
+from ostinato.runtime.forks.serve_forks import serve_forks
 from ostinato.runtime.images.image_inputs import preload_images
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer

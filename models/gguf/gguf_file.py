@@ -39,7 +39,7 @@ _VERSIONS = (2, 3)
 
 # Files of real models have some 20 MB before the data of tensors: a vocabulary and its merges, a
 # few dozen keys and a few thousand tensors. At most this many bytes are mapped, because a process
-# that reads only the tokenizer can have a memory limit (runtime/fork_server.py).
+# that reads only the tokenizer can have a memory limit (runtime/forks).
 _MAX_HEADER = 1 << 28
 _MAX_KEYS = 65_536
 _MAX_TENSORS = 1_000_000

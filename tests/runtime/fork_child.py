@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ostinato.runtime.fork_server import BeginPart, serve_forks
+from ostinato.runtime.forks.fork_frames import BeginPart
+from ostinato.runtime.forks.serve_forks import serve_forks
 
 
 def begin(first: bytes):

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import psutil
 import pytest
 
-from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
+from ostinato.runtime.forks.fork_server import ForkServer, JobError, JobLimits
 from ostinato.runtime.sandbox import Fault
 
 LIMITS = JobLimits(memory_bytes=1 << 28)

@@ -8,64 +8,44 @@ memory.
 A short job spends most of its time on the fork and on page faults. So one fork may do several short
 jobs, one after another, if the parent marks them as `is_shared`.
 
-The parent owns a `ForkServer`. The main of the server process calls `serve_forks`. Each fork has a
-socket pair of its own. The parent keeps one end and sends the other end to the server process,
-which then forks. The sockets carry the job, then frames of the answer. When the parent closes its
-end, the fork ends.
+The parent owns a `ForkServer`. The main of the server process calls `serve_forks`
+(serve_forks.py). Each fork has a socket pair of its own. The parent keeps one end and sends the
+other end to the server process, which then forks. The sockets carry the job, then frames of the
+answer. When the parent closes its end, the fork ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
-import resource
-import select
-import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple
 
 from ostinato.conf.environment import environment_with
-from ostinato.runtime.sandbox import FailureReason, Fault, give_way
-
-__all__ = (
-    "BeginPart",
-    "ForkServer",
-    "Job",
-    "JobError",
-    "JobLimits",
-    "serve_forks",
+from ostinato.runtime.forks.fork_frames import (
+    CPU_SECONDS,
+    END,
+    FRAME,
+    JOB,
+    NO_FORK,
+    NO_MEMORY,
+    READ_BYTES,
+    READY,
+    SIZE,
+    FrameKind,
 )
+from ostinato.runtime.sandbox import FailureReason, Fault
 
-_SIZE = struct.Struct("<Q")
-_JOB = struct.Struct("<QQi?")  # length, memory_bytes, niceness, is_shared
-_FRAME = struct.Struct("<BQ")  # kind, length
-# Two fields. The first is the exit code of a fork, or the negative number of a signal. The second
-# is how many bytes of address space the system's limit leaves to a fork; -1 = no limit.
-_END = struct.Struct("<iq")
-_CPU = struct.Struct("<d")
-_READY = b"r"  # sent by the server process when it is ready for jobs
-_NO_MEMORY, _NO_FORK = 3, 4  # exit codes; _NO_FORK: the call of fork failed
-_READ = 1 << 20  # bytes that are read at a time
+__all__ = ("ForkServer", "JobError", "JobLimits")
+
 _MOST_IDLE = 4  # forks that wait for a further job
 _MOST_JOBS = 256  # a fork ends after this many jobs, so that its memory stays bounded
 
 _Parts = bytes | Sequence[bytes | bytearray]
-BeginPart = Callable[[str, float], None]
-"""Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
-
-Job = Callable[[bytes, BeginPart], bytes]
-"""Does one job in a fork: gets the bytes that the parent sent, returns the answer."""
 
 
 class JobLimits(NamedTuple):
@@ -103,14 +83,6 @@ class _Fork(NamedTuple):
 
     connection: socket.socket
     num_jobs: int  # jobs that the fork has done
-
-
-class _Kind(IntEnum):
-    """The kind of a frame from a fork; the server process sends `ended`."""
-
-    part = 0
-    answer = 1
-    ended = 2
 
 
 class ForkServer:
@@ -162,7 +134,7 @@ class ForkServer:
         first = self._first()
         self._control.setblocking(True)
         with contextlib.suppress(OSError):  # if the process has ended, the job's `call` raises
-            self._control.sendall(_SIZE.pack(len(first)) + first)
+            self._control.sendall(SIZE.pack(len(first)) + first)
         self._control.setblocking(False)
 
     async def call(self, job: _Parts, limits: JobLimits) -> bytearray:
@@ -188,7 +160,7 @@ class ForkServer:
         try:
             loop = asyncio.get_running_loop()
             parts = [job] if isinstance(job, bytes) else job
-            head = _JOB.pack(sum(map(len, parts)), *limits)
+            head = JOB.pack(sum(map(len, parts)), *limits)
             with contextlib.suppress(OSError):  # if the fork has ended, a frame says why
                 for part in (head, *parts):
                     await loop.sock_sendall(connection, part)
@@ -220,16 +192,16 @@ class ForkServer:
         part, cpu_s = "", 0.0
         while True:
             try:
-                kind, length = _FRAME.unpack(await _receive(source, _FRAME.size))
+                kind, length = FRAME.unpack(await _receive(source, FRAME.size))
                 data = await _receive(source, length)
             except (OSError, EOFError):
                 raise JobError(self._own_end(), part) from None
-            if kind == _Kind.answer:
+            if kind == FrameKind.answer:
                 return data
-            if kind == _Kind.ended:
-                code, room = _END.unpack(data)
+            if kind == FrameKind.ended:
+                code, room = END.unpack(data)
                 raise JobError(_reason(code, room, cpu_s, limits), part)
-            (cpu_s,), part = _CPU.unpack_from(data), data[_CPU.size :].decode()
+            (cpu_s,), part = CPU_SECONDS.unpack_from(data), data[CPU_SECONDS.size :].decode()
 
     def _fork(self) -> socket.socket:
         """The connection to a new fork."""
@@ -277,7 +249,7 @@ class ForkServer:
         was_ready = False
         if self._control is not None:
             with contextlib.suppress(OSError):
-                was_ready = self._control.recv(1, socket.MSG_PEEK) == _READY
+                was_ready = self._control.recv(1, socket.MSG_PEEK) == READY
         self.close()
         if was_ready:
             return FailureReason("ended", Fault.unknown)
@@ -285,13 +257,13 @@ class ForkServer:
 
 
 def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureReason:
-    """Why a fork ended without an answer; `code` and `room` are the fields of `_END`."""
+    """Why a fork ended without an answer; `code` and `room` are the fields of `END`."""
     if code == -signal.SIGPROF:
         return FailureReason(f"more than {cpu_s:g} s of processor time", Fault.job)
-    if code == _NO_FORK:
+    if code == NO_FORK:
         text = "cannot be forked: the system allows no more processes"
         return FailureReason(text, Fault.start)
-    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, _NO_MEMORY):
+    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, NO_MEMORY):
         if 0 <= room < limits.memory_bytes:
             text = f"ran out of the {room >> 20} MiB that the limit of the system leaves it"
             return FailureReason(text, Fault.start)
@@ -306,162 +278,8 @@ async def _receive(source: socket.socket, size: int) -> bytearray:
     loop = asyncio.get_running_loop()
     data = bytearray()  # it grows: clearing or copying much memory at once would block the loop
     while len(data) < size:
-        part = await loop.sock_recv(source, min(size - len(data), _READ))
+        part = await loop.sock_recv(source, min(size - len(data), READ_BYTES))
         if not part:
             raise EOFError
         data += part
     return data
-
-
-def serve_forks(begin: Callable[[bytes], Job]) -> int:
-    """Run the server process: fork for each socket from the parent. Returns the exit code.
-
-    The call returns when the parent has ended.
-
-    Args:
-        begin: called with the parent's first message; returns the function that does a job. It
-            must not start a thread.
-    """
-    control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        (size,) = _SIZE.unpack(_read(control, _SIZE.size))
-        first = _read(control, size)
-    except (EOFError, ConnectionError):  # the parent has ended
-        return 0
-    job = begin(first)
-    gc.collect()
-    gc.freeze()  # without it, a collection in a fork would write to shared pages and copy them
-    awake, wake = socket.socketpair()
-    awake.setblocking(False)
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake.fileno())
-    with contextlib.suppress(ConnectionError):  # if the parent has ended, the loop below returns
-        control.sendall(_READY)
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    selector.register(awake, selectors.EVENT_READ)
-    connections: dict[int, socket.socket] = {}  # connections to the running forks, by process id
-    while True:
-        sources = [key.fileobj for key, _ in selector.select()]
-        if awake in sources:
-            awake.recv(_READ)
-            _reap(connections)
-        if control not in sources:
-            continue
-        try:
-            message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        except ConnectionError:  # the parent ended before it read _READY
-            return 0
-        if not message:
-            return 0
-        connection = socket.socket(fileno=fds[0])
-        try:
-            pid = os.fork()
-        except OSError:
-            _report_end(connection, _NO_FORK)
-            continue
-        if not pid:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for other in (control, awake, wake, *connections.values()):
-                other.close()
-            _work(connection, job)
-        connections[pid] = connection
-
-
-def _reap(connections: dict[int, socket.socket]) -> None:
-    """Reap the forks that have ended. Tell the parent which of them ended without an answer."""
-    while connections:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        code = os.waitstatus_to_exitcode(status)
-        connection = connections.pop(pid)
-        if code:
-            _report_end(connection, code)
-        else:
-            connection.close()
-
-
-def _report_end(connection: socket.socket, code: int) -> None:
-    """Report to the parent that a job has no answer."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    room = -1 if hard == resource.RLIM_INFINITY else max(0, hard - _address_space())
-    with connection, contextlib.suppress(OSError):
-        connection.setblocking(False)
-        connection.sendall(_FRAME.pack(_Kind.ended, _END.size) + _END.pack(code, room))
-
-
-def _work(connection: socket.socket, job: Job) -> None:
-    """Do the fork's job, or its jobs if they are shared. Then end the process."""
-
-    def begin_part(name: str, cpu_s: float) -> None:
-        _send(connection, _Kind.part, _CPU.pack(cpu_s) + name.encode())
-        # The signal ends the process at once, in native code too.
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-
-    code = 1
-    try:
-        gc.disable()  # a collection would delay the answer
-        threading.Thread(target=_end_with_client, args=(connection,), daemon=True).start()
-        is_shared = True
-        while is_shared:
-            head = _read(connection, _JOB.size)
-            size, memory_bytes, niceness, is_shared = _JOB.unpack(head)
-            if niceness:
-                give_way(niceness)
-            data = _read(connection, size)
-            _limit_memory(memory_bytes)
-            answer = job(data, begin_part)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(connection, _Kind.answer, answer)
-            if is_shared:
-                del data, answer
-                gc.collect()
-        code = 0
-    except MemoryError:
-        code = _NO_MEMORY
-    except (EOFError, ConnectionError):
-        code = 0  # the parent has closed the connection
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _end_with_client(connection: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
-    poll.poll()  # returns when the parent closes its end
-    os._exit(0)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    limit = _address_space() + memory_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _address_space() -> int:
-    """The size of this process's address space in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _send(target: socket.socket, kind: _Kind, data: bytes) -> None:
-    target.sendall(_FRAME.pack(kind, len(data)))
-    target.sendall(data)
-
-
-def _read(source: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = source.recv(min(size, _READ))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
