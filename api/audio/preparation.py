@@ -7,7 +7,7 @@ import msgspec
 from ostinato.api.audio.form_fields import FILE, parse_form
 from ostinato.api.audio.transcription_fields import ReadFields, ResponseFormat, read_fields
 from ostinato.api.preparation.generation import Generation, check_model, make_generation
-from ostinato.api.preparation.preparation import Arrival, Preparation
+from ostinato.api.preparation.preparation import Arrival, Grant, Preparation
 from ostinato.api.service.reply_state import new_id
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.audio.audio_inputs import AudioWindow, prepare_audio
@@ -67,7 +67,7 @@ def prepare_transcription(
 
     Raises:
         InvalidRequestError: the model takes no audio, or the form, a field or the file is refused.
-        ForkNeededError: this process also prepares other requests.
+        ForkNeededError: this process lacks `Grant.audio`.
     """
     return _prepare(preparation, data, arrival, "transcribe")
 
@@ -87,7 +87,7 @@ def _prepare(
 ) -> PreparedTranscript:
     model = preparation.model
     require_task(model, ServedTask.transcribe)
-    preparation.require_own_fork()
+    preparation.require(Grant.audio)
     preparation.begin_body()
     form = parse_form(data, arrival.content_type)
     fields = read_fields(form)

@@ -84,7 +84,7 @@ def encode_messages(
             tools, but no parser for this model's calls; or `RequestMedia` refuses the media.
         FetchNeededError: see `RequestMedia`.
         ForkNeededError: the request has images, videos or a template of its own, and this process
-            also prepares other requests.
+            lacks the grant for them.
     """
     tokenizer = preparation.encoder.tokenizer("messages")
     found = _traits(preparation, tokenizer, body)

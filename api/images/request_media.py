@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ostinato.api.preparation.preparation import FetchNeededError, Preparation
+from ostinato.api.preparation.preparation import FetchNeededError, Grant, Preparation
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import MediaPart, Message
 from ostinato.api.schemas.media_parts import MediaSettings, VideoUrlPart
@@ -20,11 +20,13 @@ from ostinato.runtime.images.prompt_media import (
 )
 from ostinato.runtime.images.template_images import with_media_shown
 from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.video.video_inputs import check_sampling
 from ostinato.runtime.video.video_sources import FrameSampling, VideoSource
 
 __all__ = ("RequestMedia", "refuse_fields_with_media")
 
 _PARAM = "messages"
+_SAMPLING_PARAM = "media_io_kwargs.video"
 # Fields that count the prompt's tokens or text -> why they cannot be combined with media.
 _REFUSED = {
     "truncate_prompt_tokens": "such a prompt is not truncated",
@@ -45,10 +47,11 @@ class RequestMedia:
         fetched: URL -> the bytes that were fetched.
 
     Raises:
-        InvalidRequestError: the model takes none, there are too many, a video cannot have as many
-            frames as the request asks for, or a URL is refused.
+        InvalidRequestError: the settings are out of range, also without videos; the model takes
+            none, there are too many, a video cannot have the frames that the request asks for, or a
+            URL is refused.
         FetchNeededError: some must be fetched first.
-        ForkNeededError: this process also prepares other requests.
+        ForkNeededError: this process lacks the grant for images or videos.
     """
 
     def __init__(
@@ -61,16 +64,25 @@ class RequestMedia:
         self._preparation = preparation
         self._fetched = fetched
         self._limits = preparation.settings.media
-        sampling = _sampling(settings)
+        sampling, spec = _sampling(settings), preparation.model.images
+        videos = None if spec is None else spec.video
+        check_sampling(sampling, videos, self._limits.video, _SAMPLING_PARAM)
         self._sources = [_source(part, sampling) for message in messages for part in message.media]
         if not self._sources:
             return
-        check_media(self._sources, preparation.model, self._limits, param=_PARAM)
+        check_media(
+            self._sources,
+            preparation.model,
+            self._limits,
+            param=_PARAM,
+            sampling_param=_SAMPLING_PARAM,
+        )
         wanted = urls_to_fetch(self._sources, self._limits, param=_PARAM)
         missing = {url: one for url, one in wanted.items() if url not in fetched}
         if missing:
             raise FetchNeededError(missing)
-        preparation.require_own_fork()
+        has_videos = any(isinstance(one, VideoSource) for one in self._sources)
+        preparation.require(Grant.videos if has_videos else Grant.images)
 
     def shown(self, conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
         """The messages in the form that a template reads; see `with_media_shown`."""

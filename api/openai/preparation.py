@@ -67,7 +67,7 @@ def prepare_chat_completion(
         InvalidRequestError: the body is not valid, or `check` or `prepare_chat` refuses it.
         FetchNeededError: images or videos must be fetched first.
         ForkNeededError: the request has images, videos or a template of its own, and this process
-            also prepares other requests.
+            lacks the grant for them.
     """
     body = preparation.decode(data, arrival, ChatCompletionRequest)
     chat.check(body)
@@ -172,7 +172,7 @@ def prepare_tokenization(preparation: Preparation, data: bytes, arrival: Arrival
             `messages`, or `encode_messages` refuses the messages or the tools.
         FetchNeededError: images or videos must be fetched first.
         ForkNeededError: the request has images, videos or a template of its own, and this process
-            also prepares other requests.
+            lacks the grant for them.
     """
     body = preparation.decode(data, arrival, TokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("prompt")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 import msgspec
 
 from ostinato.api.preparation.generation import Generation
-from ostinato.api.preparation.preparation import Arrival, PreparationSettings
+from ostinato.api.preparation.preparation import Arrival, Grant, PreparationSettings
 from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
@@ -46,7 +46,7 @@ class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
 
     function: str
     arrival: Arrival  # without `fetched`
-    is_shared: bool  # the fork prepares further requests
+    granted: Grant  # `Grant.text`: the fork prepares further requests
     fetched: list[tuple[str, int]] = []  # URL and size of each fetched image or video
 
 
@@ -68,7 +68,7 @@ class ForkAnswer(NamedTuple):
     images = b"i"
     audio = b"a"  # the same with the features of all windows of audio instead of pixels
     refusal = b"-"  # a `Refusal`
-    own_fork = b"1"  # the request needs a fork of its own
+    own_fork = b"1"  # one byte: the number of the `Grant` that the request needs
     fetch = b"f"  # a JSON object: URL to fetch -> `FetchWanted`
     failure = b"!"  # the traceback of an unexpected error
 
@@ -104,14 +104,14 @@ class _HasWindows(Protocol):
 
 
 def encode_job(
-    function: str, arrival: Arrival, data: bytes | bytearray, *, is_shared: bool
+    function: str, arrival: Arrival, data: bytes | bytearray, *, granted: Grant
 ) -> list[bytes | bytearray]:
     """The parts of a job's bytes, for `read_job`."""
     fetched = arrival.fetched
     job = ForkJob(
         function=function,
         arrival=msgspec.structs.replace(arrival, fetched={}),
-        is_shared=is_shared,
+        granted=granted,
         fetched=[(url, len(body)) for url, body in fetched.items()],
     )
     return [msgspec.json.encode(job) + b"\n", *fetched.values(), data]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ __all__ = (
     "Arrival",
     "FetchNeededError",
     "ForkNeededError",
+    "Grant",
     "Preparation",
     "PreparationSettings",
     "renamed",
@@ -56,8 +58,27 @@ _AUDIO_S = 20.0
 _AUDIO_S_PER_SECOND = 0.05
 
 
+class Grant(IntEnum):
+    """What a process may do for a request. Each grant also allows what smaller ones allow."""
+
+    text = 0  # all that is safe in a process that prepares other requests too
+    # The others are for a fork that prepares one request and then ends.
+    template = 1  # render the client's template
+    audio = 2
+    images = 3
+    videos = 4
+
+
 class ForkNeededError(Exception):
-    """The request needs a fork of its own: it has images, videos, audio, or a template."""
+    """The request needs a fork of its own, because this process lacks a grant.
+
+    Args:
+        needed: the smallest grant that is enough for the request, as far as is known.
+    """
+
+    def __init__(self, needed: Grant) -> None:
+        super().__init__(f"the request needs a fork with the grant {needed.name!r}")
+        self.needed = needed
 
 
 class FetchNeededError(Exception):
@@ -126,7 +147,7 @@ class Preparation:
         settings: the settings of the server.
         begin_part: called before each part of the work that can take long, with the part's name and
             its limit of processor time in seconds.
-        is_own_fork: whether this process prepares only one request and then ends.
+        granted: what this process may do.
     """
 
     def __init__(
@@ -135,11 +156,11 @@ class Preparation:
         settings: PreparationSettings,
         begin_part: BeginPart = lambda name, cpu_s: None,
         *,
-        is_own_fork: bool = False,
+        granted: Grant = Grant.text,
     ) -> None:
         self._source = source
         self._begin_part = begin_part
-        self._is_own_fork = is_own_fork
+        self._granted = granted
         self._bad_words: tuple[tuple[str, ...], list[list[int]]] = (), []
         self.settings = settings
         self.encoder = PromptEncoder(source)
@@ -199,18 +220,18 @@ class Preparation:
             self._bad_words = words, bad_words_token_ids(words, tokenizer)
         return self._bad_words[1]
 
-    def require_own_fork(self) -> None:
-        """Raises ForkNeededError if this process prepares other requests too."""
-        if not self._is_own_fork:
-            raise ForkNeededError
+    def require(self, needed: Grant) -> None:
+        """Raises ForkNeededError if this process lacks a grant."""
+        if self._granted < needed:
+            raise ForkNeededError(needed)
 
     def begin_template(self) -> None:
         """Note that rendering the client's template begins.
 
         Raises:
-            ForkNeededError: this process prepares other requests too.
+            ForkNeededError: this process lacks the grant.
         """
-        self.require_own_fork()
+        self.require(Grant.template)
         self._begin_part("chat_template", _TEMPLATE_S)
 
     def begin_image(self, name: str) -> None:

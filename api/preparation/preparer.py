@@ -8,13 +8,20 @@ A fork costs 20 to 40 ms, several times the time of preparing 12 kB. So a few fo
 of them prepares many requests of up to 256 KiB, one after the other. A larger request, and a
 request with a template of its own, gets a new fork, which ends after this request. So its memory
 returns to the system, and a template cannot affect another request. At most 8 forks work at a time
-for small requests, 2 for large requests, and 2 for templates. The forks for large requests and
-templates have a lower priority.
+for small requests, 2 for large requests, and 2 for templates of small requests. The forks for large
+requests and templates have a lower priority.
 
 A request with images gets a new fork too, because it needs much memory, and because decoders of
 images have had faults that gave their process away. At most 4 of these forks work at a time, and 2
-more for requests with videos, which can take a minute. If images or videos must be fetched, the
-first fork only says which. Then the event loop fetches them, and a new fork prepares the request.
+more for requests with videos, which can take a minute.
+
+What a request has is known when its body is decoded, which a fork does. So each fork has a `Grant`,
+and ends before it renders or decodes what its grant does not allow. Then the request gets a fork
+with the grant that it needs, in the turns for this grant.
+
+If images or videos must be fetched, the first fork only says which. Then the event loop fetches
+them, and a new fork prepares the request. At most 2 requests with fetched videos are between the
+beginning of the fetch and the end of the preparation, because their videos are in memory meanwhile.
 
 A form has audio and gets a new fork for the same reasons. At most 2 of these forks work at a time
 for forms up to 1 MiB, and 2 for larger ones.
@@ -23,15 +30,15 @@ for forms up to 1 MiB, and 2 for larger ones.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import msgspec
 
 from ostinato.api.base.errors import UnavailableError
+from ostinato.api.preparation.fork_limits import LARGE_BYTES, first_grant, fork_limits
 from ostinato.api.preparation.fork_messages import (
     ForkAnswer,
     ForkStart,
@@ -45,18 +52,16 @@ from ostinato.api.preparation.preparation import (
     Arrival,
     FetchNeededError,
     ForkNeededError,
+    Grant,
     Preparation,
     PreparationSettings,
 )
 from ostinato.api.preparation.prompt_encoder import TextSource
 from ostinato.api.preparation.turns import decoder_in_turns
-from ostinato.models.vision.video_spec import FRAMES_OF_PAIR
-from ostinato.runtime.audio.audio_inputs import max_audio_memory
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.forks.fork_server import ForkServer, JobError, JobLimits
+from ostinato.runtime.forks.fork_server import ForkServer, JobError
 from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.sandbox import Fault
-from ostinato.runtime.video.video_inputs import max_video_memory
 
 if TYPE_CHECKING:
     from ostinato.runtime.images.fetch_media import MediaFetcher
@@ -75,23 +80,8 @@ Its result is sent from the fork to this process as JSON.
 FORK_MODULE = "ostinato.api.server.preparation_main"
 # A body up to this size is prepared on the event loop. This takes about 5 ms at most.
 _INLINE_BYTES = 4096
-_LARGE_BYTES = 256 << 10
 _SHORT_AUDIO_BYTES = 1 << 20
-_NICENESS = 10  # the niceness of forks for large requests and for templates
-# These begin a key or a type of every part with an image (image, image_url) or a video (video_url).
-_IMAGE_KEY = b'"image'
-_VIDEO_KEY = b'"video'
 _NUM_TRIES = 3  # a job is tried this many times, unless it exceeds a limit of time or memory
-# The memory for a body: its values, its text in several encodings, and its tokens.
-_LEAST_MEMORY = 512 << 20
-_MEMORY_PER_BYTE = 160
-# The memory for one pixel of an image as it is sent: decoded, converted and rotated, 4 bytes each.
-_MEMORY_PER_PIXEL = 16
-# The memory for one pixel of a prepared image: several copies of 3 bytes.
-_MEMORY_PER_PREPARED_PIXEL = 16
-# A fork has so many copies of a form at once, and so many of its features.
-_COPIES_OF_FORM = 6
-_COPIES_OF_FEATURES = 2
 
 
 class Preparer:
@@ -115,12 +105,14 @@ class Preparer:
         self._forks = ForkServer(FORK_MODULE, self._fork_start)
         self._turns = asyncio.Semaphore(8)
         self._large_turns = asyncio.Semaphore(2)
-        self._own_turns = asyncio.Semaphore(2)  # small requests that need forks of their own
-        self._image_turns = asyncio.Semaphore(4)  # both, if the model takes images
+        self._template_turns = asyncio.Semaphore(2)  # small requests with templates
+        self._image_turns = asyncio.Semaphore(4)
         self._video_turns = asyncio.Semaphore(2)
         self._audio_turns = asyncio.Semaphore(2)
         self._short_audio_turns = asyncio.Semaphore(2)  # files up to `_SHORT_AUDIO_BYTES`
         self._fetcher = fetcher
+        # Requests with videos that are fetched or were fetched. It is taken before the turns.
+        self._video_fetches = asyncio.Semaphore(2)
 
     def launch(self) -> None:
         """Launch the fork server, which takes half a second for its imports.
@@ -158,64 +150,62 @@ class Preparer:
             UnavailableError: no process could prepare the request.
             RuntimeError: `prepare` raised an unexpected error. The text has its traceback.
         """
+        granted = first_grant(data, _size(data, arrival), arrival, self._source.model)
         try:
-            return await self._in_forks(prepare, data, arrival)
+            return await self._in_forks(prepare, data, arrival, granted)
         except FetchNeededError as error:
             wanted = error.wanted
+        if any(one.is_video for one in wanted.values()):
+            async with self._video_fetches:
+                return await self._with_fetched(prepare, data, arrival, wanted, Grant.videos)
+        return await self._with_fetched(prepare, data, arrival, wanted, Grant.images)
+
+    async def _with_fetched(
+        self,
+        prepare: Prepare[T],
+        data: Body,
+        arrival: Arrival,
+        wanted: Mapping[str, FetchWanted],
+        granted: Grant,
+    ) -> T:
+        """The result of `prepare` with the images and videos that it wants."""
         fetched = await (await self._fetches()).fetch(wanted)
         arrival = msgspec.structs.replace(arrival, fetched=fetched)
-        return await self._in_forks(prepare, data, arrival)
+        return await self._in_forks(prepare, data, arrival, granted)
 
-    async def _in_forks(self, prepare: Prepare[T], data: Body, arrival: Arrival) -> T:
-        """The result of `prepare`, from a shared fork or a fork of its own.
+    async def _in_forks(
+        self, prepare: Prepare[T], data: Body, arrival: Arrival, granted: Grant
+    ) -> T:
+        """The result of `prepare`, from a fork with the grant, or with a larger one if needed.
 
         Raises:
             FetchNeededError: images or videos must be fetched first.
         """
-        if arrival.content_type:
-            is_short = len(data) <= _SHORT_AUDIO_BYTES
-            async with self._short_audio_turns if is_short else self._audio_turns:
-                limits = JobLimits(self._audio_memory(data), niceness=_NICENESS)
-                return await self._fork(prepare, data, arrival, limits)
-        size, spec = _size(data, arrival), self._source.model.images
-        turns = self._large_turns
-        # A request with media does not visit a shared fork first, which would refuse it.
-        has_videos = spec is not None and spec.video is not None and _VIDEO_KEY in data
-        has_images = spec is not None and (_IMAGE_KEY in data or bool(arrival.fetched))
-        if size <= _LARGE_BYTES and not has_images and not has_videos:
-            turns = self._own_turns
-            with contextlib.suppress(ForkNeededError):
-                async with self._turns:
-                    limits = JobLimits(_memory(size), is_shared=True)
-                    return await self._fork(prepare, data, arrival, limits)
-        if spec is not None:
-            turns = self._video_turns if has_videos else self._image_turns
-        async with turns:
-            memory = _memory(size) + self._media_memory(arrival, has_videos=has_videos)
-            limits = JobLimits(memory, niceness=_NICENESS)
-            return await self._fork(prepare, data, arrival, limits)
+        while True:
+            try:
+                async with self._turns_for(granted, _size(data, arrival)):
+                    return await self._fork(prepare, data, arrival, granted)
+            except ForkNeededError as error:
+                if error.needed <= granted:
+                    raise RuntimeError(
+                        "the process that prepares requests asked for a grant that it has"
+                    ) from error
+                granted = error.needed
 
-    def _media_memory(self, arrival: Arrival, *, has_videos: bool) -> int:
-        """Bytes of memory for the media of a request; 0 if the model takes none."""
-        model = self._source.model
-        spec = model.images
-        if spec is None:
-            return 0
-        prepared = model.image_cache_tokens + spec.max_tokens  # one image is prepared before a 400
-        pixels = prepared * spec.unit**2
-        decoding = _MEMORY_PER_PIXEL * self._settings.images.max_pixels
-        if has_videos:
-            pixels *= FRAMES_OF_PAIR
-            images, video = self._settings.media
-            decoding = max(decoding, max_video_memory(images, video))
-        fetched = sum(map(len, arrival.fetched.values()))
-        return decoding + _MEMORY_PER_PREPARED_PIXEL * pixels + 3 * fetched
-
-    def _audio_memory(self, data: Body) -> int:
-        """Bytes of memory for a form with audio."""
-        spec = self._source.model.audio
-        decoded = 0 if spec is None else max_audio_memory(spec, self._settings.audio)
-        return _LEAST_MEMORY + _COPIES_OF_FORM * len(data) + _COPIES_OF_FEATURES * decoded
+    def _turns_for(self, granted: Grant, size: int) -> asyncio.Semaphore:
+        """The turns of forks with a grant for requests of `size` bytes."""
+        match granted:
+            case Grant.text:
+                return self._turns
+            case Grant.template:
+                return self._large_turns if size > LARGE_BYTES else self._template_turns
+            case Grant.audio:
+                is_short = size <= _SHORT_AUDIO_BYTES
+                return self._short_audio_turns if is_short else self._audio_turns
+            case Grant.images:
+                return self._image_turns
+            case Grant.videos:
+                return self._video_turns
 
     async def _fetches(self) -> MediaFetcher:
         if self._fetcher is None:
@@ -227,10 +217,10 @@ class Preparer:
         """End the fork server."""
         self._forks.close()
 
-    async def _fork(
-        self, prepare: Prepare[T], data: Body, arrival: Arrival, limits: JobLimits
-    ) -> T:
-        job = encode_job(prepare.__name__, arrival, data, is_shared=limits.is_shared)
+    async def _fork(self, prepare: Prepare[T], data: Body, arrival: Arrival, granted: Grant) -> T:
+        size = _size(data, arrival)
+        limits = fork_limits(granted, size, arrival, self._source.model, self._settings)
+        job = encode_job(prepare.__name__, arrival, data, granted=granted)
         for number in range(_NUM_TRIES):
             try:
                 answer = await self._forks.call(job, limits)
@@ -263,11 +253,6 @@ def _try(start: Callable[[], None]) -> None:
 def _size(data: Body, arrival: Arrival) -> int:
     stored = arrival.stored_messages
     return len(data) + (0 if stored is None else memoryview(stored).nbytes)
-
-
-def _memory(size: int) -> int:
-    """Bytes of memory for the preparation of a body of `size` bytes."""
-    return _LEAST_MEMORY + _MEMORY_PER_BYTE * size
 
 
 def _make_fetcher(limits: MediaLimits) -> MediaFetcher:
@@ -312,7 +297,7 @@ async def _read_answer(prepare: Prepare[T], answer: bytes | bytearray) -> T:
             refusal.message, param=refusal.param, code=refusal.code, status=refusal.status
         )
     if kind == ForkAnswer.own_fork:
-        raise ForkNeededError
+        raise ForkNeededError(Grant(view[0]))
     if kind == ForkAnswer.fetch:
         raise FetchNeededError(msgspec.json.decode(view, type=dict[str, FetchWanted]))
     raise RuntimeError(f"preparing a request failed:\n{str(view, 'utf-8')}")

@@ -159,7 +159,7 @@ def refusal(
 def _media_parts(schema: Any) -> str:
     """The parts of a message that are not text."""
     image = "an image (docs/images.md)"
-    takes_videos = getattr(schema, "has_template_fields", False)  # those of chats
+    takes_videos = getattr(schema, "takes_videos", False)
     return f"{image} or a video (docs/video.md)" if takes_videos else image
 
 

@@ -81,18 +81,10 @@ class VideoUrlPart(_MediaPart, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class VideoFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which frames of its videos a request asks for. `video.max_frames` limits their number.
-
-    Raises:
-        ValueError: both values are set.
-    """
+    """Which frames of its videos a request asks for; `check_sampling` checks the values."""
 
     num_frames: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     fps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # frames of a second of video
-
-    def __post_init__(self) -> None:
-        if self.num_frames is not None and self.fps is not None:
-            raise ValueError("num_frames and fps contradict each other; give one of them")
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

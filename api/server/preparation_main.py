@@ -74,9 +74,7 @@ def begin(first: bytes) -> Job:
 
     def prepare(job: bytes, begin_part: BeginPart) -> bytes:
         ordered, data = read_job(job)
-        preparation = Preparation(
-            source, start.settings, begin_part, is_own_fork=not ordered.is_shared
-        )
+        preparation = Preparation(source, start.settings, begin_part, granted=ordered.granted)
         try:
             result = FUNCTIONS[ordered.function](preparation, data, ordered.arrival)
         except InvalidRequestError as error:
@@ -84,8 +82,8 @@ def begin(first: bytes) -> Job:
                 message=str(error), param=error.param, code=error.code, status=error.status
             )
             return ForkAnswer.refusal + msgspec.json.encode(refusal)
-        except ForkNeededError:
-            return ForkAnswer.own_fork
+        except ForkNeededError as error:
+            return ForkAnswer.own_fork + bytes([error.needed])
         except FetchNeededError as error:
             return ForkAnswer.fetch + msgspec.json.encode(error.wanted)
         except MemoryError:

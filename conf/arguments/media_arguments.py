@@ -69,6 +69,11 @@ def _most_of_each(value: object) -> Mapping[str, object]:
             raise ValueError(
                 f"{medium} is not supported, only image and video; leave it out or give 0"
             )
+    if settings.get(_MAX_PER_REQUEST) == 0 and settings.get(_MAX_VIDEOS):
+        raise ValueError(
+            "with 0 for image, the vision tower is not loaded, so there are no videos either; give"
+            " image 1 or more, or give video 0"
+        )
     return settings
 
 

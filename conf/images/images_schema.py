@@ -15,7 +15,11 @@ class ImagesConfig(Section):
 
     key = "images"
     max_per_request: int = setting(
-        16, "images of one request; 0 = requests with images are refused", at_least=0, at_most=1024
+        16,
+        "images of one request; 0 = requests with images or videos are refused, and the vision "
+        "tower is not loaded",
+        at_least=0,
+        at_most=1024,
     )
     max_mib: float = setting(25.0, "MiB of one encoded image", above=0, at_most=1024)
     max_pixels: int = setting(

@@ -24,7 +24,8 @@ from ostinato.runtime.video.video_inputs import max_video_bytes
 
 __all__ = ("MediaFetcher", "Resolve", "is_public", "resolve_host")
 
-_AT_ONCE = 8  # fetches at a time
+_IMAGES_AT_ONCE = 8  # fetches at a time
+_VIDEOS_AT_ONCE = 4  # beside those of images, which would otherwise wait for them
 _MAX_TRIES = 3  # addresses of a host to which a connection is tried
 _LARGEST_IMAGES = 4  # a request fetches at most this many times `images.max_mib`
 _LARGEST_VIDEOS = 2  # and this many times `video.max_mib`
@@ -73,11 +74,14 @@ class MediaFetcher:
         self._limits = limits
         self._resolve = resolve
         self._is_allowed = is_allowed
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._image_slots = asyncio.Semaphore(_IMAGES_AT_ONCE)
+        self._video_slots = asyncio.Semaphore(_VIDEOS_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, wanted: Mapping[str, FetchWanted]) -> dict[str, bytes]:
-        """The bodies of URLs, at most 8 at a time. Cancelling the call ends all of them.
+        """The bodies of URLs. Cancelling the call ends all fetches.
+
+        At most 8 images and 4 videos are fetched at a time, those of other calls included.
 
         Args:
             wanted: by URL.
@@ -95,7 +99,9 @@ class MediaFetcher:
         ]
         tasks = [
             asyncio.ensure_future(
-                self._one(target, one.name, of_videos if one.is_video else of_images)
+                self._one(target, one.name, of_videos, self._video_slots)
+                if one.is_video
+                else self._one(target, one.name, of_images, self._image_slots)
             )
             for target, one in zip(targets, wanted.values(), strict=True)
         ]
@@ -107,9 +113,11 @@ class MediaFetcher:
             await asyncio.gather(*tasks, return_exceptions=True)
         return dict(zip(wanted, bodies, strict=True))
 
-    async def _one(self, target: FetchTarget, name: str, budget: _Budget) -> bytes:
+    async def _one(
+        self, target: FetchTarget, name: str, budget: _Budget, slots: asyncio.Semaphore
+    ) -> bytes:
         seconds = self._limits.images.fetch_timeout_s
-        async with self._slots:
+        async with slots:
             try:
                 async with asyncio.timeout(seconds):
                     addresses = await self._addresses(target, name, budget)

@@ -65,9 +65,22 @@ class PreparedMedium(NamedTuple):
 
 
 def check_media(
-    sources: Sequence[MediaSource], model: ServedModel, limits: MediaLimits, *, param: str
+    sources: Sequence[MediaSource],
+    model: ServedModel,
+    limits: MediaLimits,
+    *,
+    param: str,
+    sampling_param: str = "",
 ) -> None:
     """Check that a request may have these images and videos. Nothing is decoded.
+
+    Args:
+        sources: the images and videos.
+        model: the model.
+        limits: the limits.
+        param: the field that has the images and videos, for errors.
+        sampling_param: the field that says which frames of all videos are used, for errors; empty =
+            each video says it.
 
     Raises:
         InvalidRequestError: the model takes none, there are too many, or one cannot have the size
@@ -79,7 +92,10 @@ def check_media(
     num_images = len(sources) - num_videos
     spec = model.images
     if spec is None:
-        raise _takes_none(model, "images" if num_images else "videos", "text", param)
+        noun = "images" if num_images else "videos"
+        if not limits.images.max_per_request:
+            noun += " (images.max_per_request is 0)"
+        raise _takes_none(model, noun, "text", param)
     _check_number(num_images, "image", "images", limits.images.max_per_request, param)
     _check_number(num_videos, "video", "video", limits.video.max_per_request, param)
     if num_videos and spec.video is None:
@@ -89,7 +105,8 @@ def check_media(
             check_detail(source, spec, name)
         else:
             assert spec.video is not None, "checked above"
-            check_sampling(source.sampling, spec.video, limits.video, name)
+            check_sampling(source.sampling, spec.video, limits.video, sampling_param or name)
+            _check_frames_url(source, name, sampling_param or param)
 
 
 def urls_to_fetch(
@@ -163,7 +180,7 @@ def prepare_media(
                 f" request can have {model.image_cache_tokens} (images.cache_tokens); send fewer"
                 " or smaller ones",
                 param=param,
-                code="too_many_images",
+                code="too_many_embeddings",
             )
         media.append(medium)
     _check_times([image for medium in media for image in medium.images], param)
@@ -218,6 +235,18 @@ def _named(sources: Sequence[MediaSource], param: str) -> Iterator[tuple[MediaSo
         else:
             num_images += 1
             yield source, f"{param}: image {num_images}"
+
+
+def _check_frames_url(source: VideoSource, name: str, param: str) -> None:
+    """Refuse `num_frames` for frames that the client has chosen."""
+    number = source.sampling.num_frames
+    if number is not None and is_frames_url(source.url):
+        raise InvalidRequestError(
+            f"{name} has its frames as JPEG files, which are all used, so num_frames={number} "
+            "cannot choose among them; leave num_frames out, or send a video file",
+            param=param,
+            code="invalid_value",
+        )
 
 
 def _takes_none(model: ServedModel, noun: str, others: str, param: str) -> InvalidRequestError:

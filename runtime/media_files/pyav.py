@@ -36,7 +36,8 @@ def require_av() -> None:
     """
     if not has_av():
         raise StartupError(
-            'models that take audio need the package av (PyAV): pip install "ostinato[audio]"'
+            "audio and videos are decoded with the package av (PyAV), which is not installed: "
+            'pip install "ostinato[audio]" or "ostinato[video]"'
         )
 
 

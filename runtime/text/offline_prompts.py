@@ -13,8 +13,6 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.video.offline_videos import VideoInput, video_list
 from ostinato.runtime.video.video_sources import VideoSource
 
-_MEDIA = ("image", "video", "audio")
-
 if TYPE_CHECKING:
     import PIL.Image
 
@@ -30,6 +28,8 @@ __all__ = (
     "prompt_list",
     "prompt_text",
 )
+
+_MEDIA = ("image", "video", "audio")
 
 
 class MediaData(TypedDict, total=False):

@@ -2,7 +2,7 @@
 
 The bytes come from clients. So only formats are read whose files contain all their data, only
 decoders of video are started, and nothing that a header states is trusted: the frames are counted
-in the file, and their times are those of the packets.
+in the file, and their order and their mean rate come from the times of the packets.
 
 The file is read twice. The first time, nothing is decoded: this finds the number of frames, their
 order, and from which frames decoding can begin. The second time, only those parts are decoded that
@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -27,7 +28,8 @@ from ostinato.runtime.media_files.pyav import (
     import_av,
     open_media,
 )
-from ostinato.runtime.video.file_ends import is_cut_short
+from ostinato.runtime.video.file_ends import is_cut_short, lacks_seconds
+from ostinato.runtime.video.video_sources import MAX_RATE, MAX_SECONDS
 
 __all__ = ("VideoLimits", "VideoReader", "video_refusal")
 
@@ -42,10 +44,7 @@ _DECODERS = (
 # Those of formats in which a frame says that no other refers to it. They can leave it out.
 _SKIPPING_DECODERS = ("h264", "mpeg4")
 _MAX_PACKETS = 1 << 20
-_MAX_SECONDS = 86_400.0
-_MAX_RATE = 1_000.0  # frames of a second
 _MAX_BAD = 0.1  # packets that cannot be decoded, as a part of all that are decoded
-_CUT_SHORT_S = 1.0  # a file that is shorter than its header says by more than this was cut short
 _SAME_RATE = 0.02  # how far a stated rate may be from the one that the times give
 _TURNS = {  # the signs of the display matrix: a, b, c, d
     (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
@@ -122,8 +121,9 @@ class VideoReader:
     def pictures(self, indices: Sequence[int]) -> Iterator[tuple[int, Image.Image]]:
         """Decode frames.
 
-        One picture at a time is in memory, besides what the decoder keeps. For a frame that is
-        damaged, the next one that is not is used.
+        One picture at a time is in memory, besides what the decoder keeps. For a frame that cannot
+        be decoded, the next one that can is used, or the last one at the end. Frames that refer to
+        a damaged one can have wrong areas.
 
         Args:
             indices: the wanted frames, each from 0 to `num_frames` - 1.
@@ -166,8 +166,10 @@ class VideoReader:
                     self._add(packet, is_vp8=is_vp8)
             if not packets.shown:
                 raise video_refusal(self._name, "the file has no frames; send a video")
-            if has_end and container.duration / 1e6 > end + _CUT_SHORT_S:
-                raise self._cut_short()
+            if has_end:
+                longest = self._longest_interval() * float(stream.time_base or 0)
+                if lacks_seconds(container.duration / 1e6, end, longest):
+                    raise self._cut_short()
             # Files of avi have no times; FFmpeg sets some in the order of decoding.
             if kind != "avi":
                 self._read_order()
@@ -194,6 +196,13 @@ class VideoReader:
             self._name, "the file is damaged or cut short; send the whole file again"
         )
 
+    def _longest_interval(self) -> int:
+        """The longest time from one frame to the next, in units of the stream."""
+        times = sorted(
+            time for at in self._packets.shown if (time := self._packets.times[at]) is not None
+        )
+        return max((after - before for before, after in pairwise(times)), default=0)
+
     def _read_order(self) -> None:
         """Find the order of the frames, if all have different times."""
         times, shown = self._packets.times, self._packets.shown
@@ -214,13 +223,13 @@ class VideoReader:
         rate = stated
         if measured and abs(stated - measured) > _SAME_RATE * measured:
             rate = measured
-        if not 0 < rate <= _MAX_RATE or number / rate > _MAX_SECONDS:
+        if not 0 < rate <= MAX_RATE or number / rate > MAX_SECONDS:
             if number == 1:
                 return 1.0
             raise video_refusal(
                 self._name,
                 f"the file states {number} frames at {rate:g} frames a second; the rate must be "
-                f"above 0 and at most {_MAX_RATE:g}, and the video at most {_MAX_SECONDS:g} s long",
+                f"above 0 and at most {MAX_RATE:g}, and the video at most {MAX_SECONDS:g} s long",
             )
         return rate
 
@@ -253,8 +262,12 @@ class VideoReader:
         at, num_frames = 0, 0
         last: Any = None
         for frame in self._frames(None if fills else wanted):
-            place = num_frames if self._order is None else frame.pts
-            num_frames += 1
+            place = num_frames
+            num_frames += 1  # one that is damaged has its place too
+            if frame is None:
+                continue
+            if self._order is not None:
+                place = frame.pts
             if place is None:
                 continue
             last = frame
@@ -275,7 +288,7 @@ class VideoReader:
         return self._packets.times[self._order[index]] or 0
 
     def _frames(self, wanted: Sequence[int] | None) -> Iterator[Any]:
-        """The decoded frames.
+        """The decoded frames, and None for each packet that cannot be decoded.
 
         Args:
             wanted: packets that no frame with these indices needs are left out; None = no packet
@@ -321,6 +334,8 @@ class VideoReader:
                             f"at least {num_bad} of {num_packets} frames are damaged "
                             f"({error_text(error)})",
                         ) from error
+                    if is_needed:
+                        yield None
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ("is_cut_short",)
+__all__ = ("is_cut_short", "lacks_seconds")
 
 _UNKNOWN_SIZE = 0x7FFF_0000  # programs that write to a pipe state this size, a larger one, or 0
 _MAX_BOXES = 100_000
@@ -10,6 +10,8 @@ _MAX_BOXES = 100_000
 _NEEDED_BOXES = (b"moov", b"moof", b"mdat")
 _SEGMENT = b"\x18\x53\x80\x67"  # the element of Matroska that has everything besides the header
 _HEADER_BYTES = 1024  # in which this element begins
+_ROUNDED_S = 0.1  # by which a length that a header states may be wrong
+_ROUNDED_PART = 0.02
 
 
 def is_cut_short(data: bytes, format_name: str) -> bool:
@@ -30,6 +32,18 @@ def is_cut_short(data: bytes, format_name: str) -> bool:
         size = int.from_bytes(data[4:8], "little")
         return size < _UNKNOWN_SIZE and 8 + size > len(data)
     return format_name == "gif" and _lacks_trailer(data)
+
+
+def lacks_seconds(stated: float, end: float, longest_interval: float) -> bool:
+    """Whether a file ends too early.
+
+    Args:
+        stated: the length that the header states, in seconds.
+        end: the end of the last packet of all streams, in seconds.
+        longest_interval: from one frame to the next, in seconds. Packets often do not state how
+            long the last frame is shown. It may be as long as this.
+    """
+    return stated - end > max(_ROUNDED_S, _ROUNDED_PART * stated, longest_interval)
 
 
 def _lacks_boxes(data: bytes) -> bool:

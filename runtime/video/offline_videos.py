@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames, VideoSource
+from ostinato.runtime.video.video_sources import (
+    MAX_RATE,
+    MAX_SECONDS,
+    FrameSampling,
+    GivenFrames,
+    VideoSource,
+)
 
 __all__ = ("VIDEO_KINDS", "VideoInput", "video_list", "video_of_part")
 
@@ -28,8 +34,6 @@ VIDEO_KINDS = ("video_url", "video")
 _METADATA = {"fps", "frames_indices", "total_num_frames"}
 # Metadata that follow from the others, or have no effect on frames that are given.
 _IGNORED = {"duration", "video_backend", "width", "height", "do_sample_frames"}
-_MAX_RATE = 1_000.0  # frames of a second
-_MAX_SECONDS = 86_400.0
 
 
 def video_list(value: object, param: str) -> list[VideoSource]:
@@ -152,10 +156,10 @@ def _with_metadata(frames: Any, metadata: Mapping[str, Any], param: str) -> Give
         problem = "frames_indices must be sorted"
     elif total is not None and not last < total:
         problem = f"total_num_frames={total} must be above frames_indices, which go to {last}"
-    elif fps is not None and not (0 < fps <= _MAX_RATE):
-        problem = f"fps={fps:g} must be above 0 and at most {_MAX_RATE:g}"
-    elif fps is not None and max(last + 1, total or 0) / fps > _MAX_SECONDS:
-        problem = f"fps={fps:g} makes the video longer than {_MAX_SECONDS:g} s"
+    elif fps is not None and not (0 < fps <= MAX_RATE):
+        problem = f"fps={fps:g} must be above 0 and at most {MAX_RATE:g}"
+    elif fps is not None and max(last + 1, total or 0) / fps > MAX_SECONDS:
+        problem = f"fps={fps:g} makes the video longer than {MAX_SECONDS:g} s"
     if problem:
         raise _refusal(param, f": {problem}")
     if not is_stated:

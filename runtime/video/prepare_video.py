@@ -96,7 +96,7 @@ def file_pairs(
     limits = VideoLimits(max_bytes=max_bytes, max_pixels=needs.max_pixels)
     reader = VideoReader(data, limits, needs.name)
     indices = choose_frames(reader.num_frames, reader.fps, sampling, needs.video, needs.config)
-    frames = _Frames(len(indices), needs)
+    frames = _Frames(len(indices), needs, "ask for fewer frames (num_frames)")
     slots = {index: slot for slot, index in enumerate(indices)}
     for index, picture in reader.pictures(indices):
         frames.add(slots[index], picture)
@@ -159,7 +159,7 @@ def _all_pairs(
             f"the video has {len(frames)} frames; it must have from 1 to {most} "
             "(video.max_frames), because all are used; send fewer",
         )
-    row = _Frames(len(frames), needs)
+    row = _Frames(len(frames), needs, "send fewer or smaller frames")
     for slot, frame in enumerate(frames):
         try:
             row.add(slot, decode(frame, f"{needs.name}: frame {slot + 1}"))
@@ -177,10 +177,12 @@ class _Frames:
     Args:
         num_frames: frames that the model sees.
         needs: what the frames must meet.
+        remedy: what the client can do about too many embeddings.
     """
 
-    def __init__(self, num_frames: int, needs: FrameNeeds) -> None:
+    def __init__(self, num_frames: int, needs: FrameNeeds, remedy: str) -> None:
         self._needs = needs
+        self._remedy = remedy
         self._pixels = [b""] * num_frames
         self._size = (0, 0)  # height and width; those of the first frame hold for all
 
@@ -247,8 +249,8 @@ class _Frames:
             raise InvalidRequestError(
                 f"{needs.name}: {num_frames} frames of {width}x{height} pixels have {num_tokens} "
                 f"embeddings, and the request can have {needs.max_tokens} more "
-                "(images.cache_tokens); ask for fewer frames",
+                f"(images.cache_tokens); {self._remedy}",
                 param=needs.name.partition(":")[0],
-                code="too_many_images",
+                code="too_many_embeddings",
             )
         return height, width

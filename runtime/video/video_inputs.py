@@ -65,28 +65,35 @@ def max_video_memory(images: ImagesConfig, config: VideoConfig) -> int:
 
 
 def check_sampling(
-    sampling: FrameSampling, spec: VideoSpec, config: VideoConfig, name: str
+    sampling: FrameSampling, spec: VideoSpec | None, config: VideoConfig, name: str
 ) -> None:
     """Check which frames a request asks for.
 
     Args:
         sampling: the frames.
-        spec: how the model takes videos.
+        spec: how the model takes videos; None = it takes none.
         config: the limits.
-        name: the name of the video in errors.
+        name: the name of the video in errors, or of the field that has the values.
 
     Raises:
-        InvalidRequestError: there are too many or none, or the rate is not within 0 to 60.
+        InvalidRequestError: both values are set, there are too many frames or none, or the rate is
+            not within 0 to 60.
     """
     number, fps = sampling
-    most = min(config.max_frames, spec.max_frames)
+    most, setting = config.max_frames, "video.max_frames"
+    if spec is not None and spec.max_frames < most:
+        most, setting = spec.max_frames, "the limit of the model"
     problem = ""
     if number is not None and fps is not None:
         problem = "num_frames and fps cannot be combined; leave one out"
     elif number is not None and not 1 <= number <= most:
-        problem = f"num_frames={number} must be from 1 to {most} (video.max_frames)"
+        remedy = "ask for fewer frames" if number > most else "ask for more frames, or leave it out"
+        problem = f"num_frames={number} must be from 1 to {most} ({setting}); {remedy}"
     elif fps is not None and not (math.isfinite(fps) and 0 < fps <= _MAX_FPS):
-        problem = f"fps={fps:g} must be above 0 and at most {_MAX_FPS:g}"
+        problem = (
+            f"fps={fps:g} must be above 0 and at most {_MAX_FPS:g}; ask for another rate, or leave "
+            "it out"
+        )
     if problem:
         raise InvalidRequestError(
             f"{name}: {problem}", param=name.partition(":")[0], code="invalid_value"

@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("FrameSampling", "GivenFrames", "PreparedVideo", "VideoSource")
+__all__ = (
+    "MAX_RATE",
+    "MAX_SECONDS",
+    "FrameSampling",
+    "GivenFrames",
+    "PreparedVideo",
+    "VideoSource",
+)
+
+MAX_RATE = 1_000.0  # frames of a second of a video
+MAX_SECONDS = 86_400.0  # of a video
 
 
 class FrameSampling(NamedTuple):

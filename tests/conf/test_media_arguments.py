@@ -28,6 +28,10 @@ from ostinato.conf.errors import ConfigError
             {"limit_mm_per_prompt": "image=3,video=2"},
             {"images.max_per_request": 3, "video.max_per_request": 2},
         ),
+        (
+            {"limit_mm_per_prompt": {"image": 0, "video": 0}},
+            {"images.max_per_request": 0, "video.max_per_request": 0},
+        ),
         ({"limit_mm_per_prompt": {"audio": 0}}, {}),
         (
             {"language_model_only": True},
@@ -63,6 +67,11 @@ def test_settings(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
     [
         ({"limit_mm_per_prompt": {"audio": 1}}, "audio is not supported, only image and video"),
         ({"limit_mm_per_prompt": {"video": "many"}}, "the limit of video must be a whole number"),
+        (
+            {"limit_mm_per_prompt": {"image": 0, "video": 2}},
+            "give image 1 or more, or give video 0",
+        ),
+        ({"limit_mm_per_prompt": "video=1,image=0"}, "tower is not loaded, so there are no videos"),
         ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames of video must be a numb"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "fps of video must be a number above 0"),
         ({"media_io_kwargs": {"video": {"fps": "nan"}}}, "fps of video must be a number above 0"),

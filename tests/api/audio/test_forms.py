@@ -23,7 +23,7 @@ from ostinato.api.audio.transcription_fields import (
     TranscriptionForm,
     read_fields,
 )
-from ostinato.api.preparation.preparation import Arrival, Preparation, PreparationSettings
+from ostinato.api.preparation.preparation import Arrival, Grant, Preparation, PreparationSettings
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.params import SamplingParams
 from tests.api.audio.audio_apps import BOUNDARY, WhisperEngine, WhisperFiles, form_body, wav
@@ -218,7 +218,7 @@ def test_any_fields_are_read_or_refused_by_name(texts: dict[str, list[str]]):
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_form_is_prepared_or_refused(files: WhisperFiles, fields, file, prepare):
-    preparation = Preparation(WhisperEngine(files), PreparationSettings(), is_own_fork=True)
+    preparation = Preparation(WhisperEngine(files), PreparationSettings(), granted=Grant.audio)
     refused = prepared = None
     try:
         prepared = prepare(preparation, form_body(fields, file), Arrival(content_type=KIND))

@@ -26,7 +26,7 @@ from ostinato.api.preparation.fork_messages import (
     split_result,
     with_pixels,
 )
-from ostinato.api.preparation.preparation import Arrival, PreparationSettings
+from ostinato.api.preparation.preparation import Arrival, Grant, PreparationSettings
 from ostinato.api.preparation.preparer import Preparer
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
@@ -197,8 +197,9 @@ def test_the_engine_gets_the_images_of_an_http_request(source: Source):
 
 def test_messages_of_forks_are_read_as_they_were_written(preparer: Preparer):
     arrival = Arrival(request_id="r", fetched={"u": b"one\n", "v": b"", "w": b"\n+"})
-    job, data = read_job(b"".join(encode_job("f", arrival, b'{"a": 1}\n', is_shared=False)))
+    job, data = read_job(b"".join(encode_job("f", arrival, b'{"a": 1}\n', granted=Grant.videos)))
     assert (job.arrival, job.function, data) == (arrival, "f", b'{"a": 1}\n')
+    assert job.granted is Grant.videos
     one = prepared(preparer, body_of(image_part(png(8, 4)), image_part(png(4, 4))))
     answer = bytearray(encode_result(one))
     encoded, pixels = split_result(memoryview(answer)[1:])

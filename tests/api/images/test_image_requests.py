@@ -19,6 +19,7 @@ from ostinato.api.preparation.preparation import (
     Arrival,
     FetchNeededError,
     ForkNeededError,
+    Grant,
     Preparation,
     PreparationSettings,
 )
@@ -59,7 +60,7 @@ class Model:
     def preparation(
         self,
         *,
-        is_own_fork: bool = True,
+        granted: Grant = Grant.images,
         spec: Any = "default",
         model: dict[str, Any] | None = None,
         **images: Any,
@@ -68,7 +69,7 @@ class Model:
         return Preparation(
             Source(served(self.directory, spec, **(model or {})), self.tokenizer),
             PreparationSettings(images=ImagesConfig(**images)),
-            is_own_fork=is_own_fork,
+            granted=granted,
         )
 
     def chat(
@@ -335,7 +336,7 @@ class TestDetail:
 
 class TestRefused:
     def test_a_model_that_takes_no_images(self, model: Model):
-        error = refusal(model.chat, [image_part(png(4, 4))], spec=None, is_own_fork=False)
+        error = refusal(model.chat, [image_part(png(4, 4))], spec=None, granted=Grant.text)
         assert (error.param, error.code) == ("messages", "unsupported_parameter")
         assert "vision takes no images" in str(error)
 
@@ -377,7 +378,7 @@ class TestRefused:
 
     def test_limits(self, model: Model):
         parts = [image_part(png(32, 32))] * 3
-        error = refusal(model.chat, parts, max_per_request=2, is_own_fork=False)
+        error = refusal(model.chat, parts, max_per_request=2, granted=Grant.text)
         assert error.code == "too_many_images"
         assert "3 images, and images.max_per_request allows 2" in str(error)
         error = refusal(model.chat, parts, max_mib=0.00005)
@@ -429,14 +430,14 @@ class TestRefused:
 class TestWhereItRuns:
     def test_images_are_decoded_in_a_fork_of_their_own_only(self, model: Model):
         with pytest.raises(ForkNeededError):
-            model.chat([image_part(png(1, 1))], is_own_fork=False)
-        assert model.chat("text", is_own_fork=False).images == []
+            model.chat([image_part(png(1, 1))], granted=Grant.text)
+        assert model.chat("text", granted=Grant.text).images == []
 
     def test_urls_must_be_fetched_first(self, model: Model):
         parts = [{"type": "image_url", "image_url": url} for url in (URL, data_url(png(4, 4)), URL)]
-        for is_own_fork in (False, True):
+        for granted in (Grant.text, Grant.images):
             with pytest.raises(FetchNeededError) as needed:
-                model.chat(parts, domains=["images.test"], is_own_fork=is_own_fork)
+                model.chat(parts, domains=["images.test"], granted=granted)
             assert needed.value.wanted == {URL: FetchWanted("messages: image 1", False)}
         fetched = {URL: png(8, 4)}
         generation = model.chat(parts, domains=["images.test"], fetched=fetched)
@@ -445,5 +446,5 @@ class TestWhereItRuns:
     @pytest.mark.parametrize("url", ["http://169.254.169.254/x", URL, "ftp://images.test/"])
     def test_a_url_whose_host_is_not_allowed(self, model: Model, url: str):
         part = {"type": "image_url", "image_url": url}
-        error = refusal(model.chat, [part], is_own_fork=False)
+        error = refusal(model.chat, [part], granted=Grant.text)
         assert (error.param, error.code) == ("messages", "invalid_image_url")

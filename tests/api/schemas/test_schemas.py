@@ -254,7 +254,6 @@ class TestRefused:
             ({"video": {"num_frames": 2.5}}, "video.num_frames", "invalid_value", "int"),
             ({"video": {"fps": 0}}, "video.fps", "invalid_value", "> 0"),
             ({"video": {"fps": "2"}}, "video.fps", "invalid_value", "float"),
-            ({"video": {"fps": 1, "num_frames": 4}}, "video", "invalid_value", "give one of them"),
             ({"video": {"frame_recovery": True}}, "video.frame_recovery", "unknown_parameter", ""),
             ({"image": {"mode": "RGB"}}, "image", "unknown_parameter", "leave it out"),
             ({"video": 3}, "video", "invalid_value", "object"),

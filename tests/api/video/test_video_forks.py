@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,19 +15,22 @@ from litestar.testing import TestClient
 
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.openai.preparation import PreparedChat, prepare_chat_completion
+from ostinato.api.preparation.fork_limits import LARGE_BYTES
 from ostinato.api.preparation.preparation import Arrival, PreparationSettings
 from ostinato.api.preparation.preparer import Preparer
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.server_schema import ServerConfig, ToolParserName
 from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.images.fetch_media import MediaFetcher
+from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient
 from tests.api.images.image_apps import Source, image_part, png, served, text_part
-from tests.api.images.test_image_forks import image_server, local_fetcher
+from tests.api.images.test_image_forks import image_server, local, local_fetcher
 from tests.api.video.video_apps import (
     film,
     film_url,
@@ -80,12 +85,26 @@ def test_pairs_come_back_with_their_pixels(preparer: Preparer):
         )  # the digest is that of the pixels
 
 
+def escaped(data: bytes) -> bytes:
+    """The same body, in which the bytes `"video_url"` do not occur."""
+    return data.replace(b"video_url", b"vid\\u0065o_url")
+
+
 def test_a_part_with_an_escaped_name(preparer: Preparer):
-    """The body is not searched for such names, and the request gets a fork of its own anyway."""
-    data = body_of(video_part(frames_url(4))).replace(b"video_url", b"vid\\u0065o_url")
-    for padding in (b"", b" " * 5000):
+    """The fork that decodes the body finds the video, whatever the bytes of the body are."""
+    data = escaped(body_of(video_part(frames_url(4))))
+    for padding in (b"", b" " * 5000, b" " * LARGE_BYTES):
         images = asyncio.run(prepared(preparer, data + padding)).ready.generation.images
         assert [image.num_frames for image in images] == [2, 2]
+
+
+def test_a_video_in_a_large_body(preparer: Preparer):
+    """Memory suffices for a file that is almost as large as the setting allows."""
+    data = film(12)
+    size = 64 << 20
+    data += struct.pack(">I4s", size, b"free") + bytes(size - 8)
+    images = asyncio.run(prepared(preparer, body_of(video_part(film_url(data))))).ready
+    assert [image.num_frames for image in images.generation.images] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -119,29 +138,82 @@ def test_urls_are_fetched_once_and_keep_their_place(source: Source):
             asyncio.run(prepared(preparer, body_of(image, video_part(f"{base}/none"))))
 
 
-def test_videos_do_not_hold_up_other_requests(preparer: Preparer):
-    """If videos took the turns of images, the image would wait for at least nine of them."""
+@pytest.mark.parametrize("is_escaped", [False, True])
+def test_videos_do_not_hold_up_other_requests(source: Source, is_escaped: bool):
+    """If others took the turns of videos, or videos those of others, they would wait for most."""
     fields = {"media_io_kwargs": {"video": {"num_frames": 300}}}
-    large = film_url(film(300, 240, 240))
-    asked = {
+    large = body_of(
+        video_part(film_url(film(300, 240, 240))), text_part("a"), image_part(png(4, 4)), **fields
+    )
+    schema = {"type": "object", "properties": {"video_id": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    others = {
         "image": body_of(image_part(png(8, 8))),
+        "still": body_of(text_part("video still"), image_part(png(8, 8))),
         "text": body_of(text_part("a" * 5000)),
-        "video": body_of(video_part(large), image_part(png(4, 4)), **fields),
+        "tool": body_of(text_part("a" * 5000), tools=[tool]),
+        "large": body_of(text_part("a " * LARGE_BYTES), tools=[tool], max_tokens=1),
     }
+    asked = {"video": escaped(large) if is_escaped else large, **others}
+    refused: list[tuple[str, str | None]] = []
 
-    async def work() -> list[str]:
+    async def work(preparer: Preparer) -> list[str]:
         ended: list[str] = []
 
         async def run(name: str) -> None:
-            await prepared(preparer, asked[name])
+            try:
+                await prepared(preparer, asked[name])
+            except InvalidRequestError as error:
+                refused.append((name, error.code))
             ended.append(name)
 
-        await asyncio.gather(*(run(name) for name in [*["video"] * 12, "image", "text"]))
+        await asyncio.gather(*(run(name) for name in [*["video"] * 12, *others]))
         return ended
 
-    ended = asyncio.run(work())
-    assert sorted(ended) == ["image", "text", *["video"] * 12]
-    assert max(ended.index("image"), ended.index("text")) < 6
+    settings = {"video": VideoConfig(max_frames=700), "tool_parser": ToolParserName.hermes}
+    with preparing(source, **settings) as preparer:
+        ended = asyncio.run(work(preparer))
+    assert sorted(ended) == sorted([*others, *["video"] * 12])
+    assert refused == [("large", "context_length_exceeded")]
+    assert max(map(ended.index, others)) < 8
+
+
+def test_few_requests_have_fetched_videos_at_a_time(source: Source):
+    """Their videos are in memory from the fetch to the end of the preparation."""
+    config = ImagesConfig(domains=["images.test"])
+    held = most = 0
+    refused: list[tuple[str, str | None]] = []
+
+    class Counting(MediaFetcher):
+        async def fetch(self, wanted: Mapping[str, FetchWanted]) -> dict[str, bytes]:
+            nonlocal held, most
+            if any(one.is_video for one in wanted.values()):
+                held += 1
+                most = max(most, held)
+            return await super().fetch(wanted)
+
+    async def work(preparer: Preparer, base: str) -> None:
+        async def run(path: str) -> None:
+            nonlocal held
+            name = "image" if path == "/b" else "video"
+            part = {"type": f"{name}_url", f"{name}_url": {"url": base + path}}
+            try:
+                await prepared(preparer, body_of(part))
+            except InvalidRequestError as error:
+                refused.append((path, error.code))
+            held -= name == "video"
+
+        await asyncio.gather(*map(run, ["/a", "/none"] * 4 + ["/b"] * 2))
+
+    limits = MediaLimits(config, VideoConfig())
+    fetcher = Counting(limits, local, lambda one: one == ipaddress.ip_address("127.0.0.1"))
+    with (
+        image_server({"/a": film(12), "/b": png(4, 4)}) as (port, _),
+        preparing(source, fetcher, images=config) as preparer,
+    ):
+        asyncio.run(work(preparer, f"http://images.test:{port}"))
+    assert (held, most) == (0, 2)
+    assert refused == [("/none", "invalid_video_url")] * 4
 
 
 def test_the_engine_gets_the_videos_of_an_http_request(source: Source):

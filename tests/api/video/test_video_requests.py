@@ -18,6 +18,7 @@ from ostinato.api.preparation.preparation import (
     Arrival,
     FetchNeededError,
     ForkNeededError,
+    Grant,
     Preparation,
     PreparationSettings,
 )
@@ -65,7 +66,7 @@ class Model:
     def preparation(
         self,
         *,
-        is_own_fork: bool = True,
+        granted: Grant = Grant.videos,
         spec: Any = "default",
         images: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
@@ -79,7 +80,7 @@ class Model:
             Source(served(self.directory, spec, **(model or {})), self.tokenizer),
             config,
             lambda name, cpu_s: self.parts.append((name, cpu_s)),
-            is_own_fork=is_own_fork,
+            granted=granted,
         )
 
     def chat(
@@ -257,8 +258,40 @@ class TestFrames:
         for number in (33, 10**9):
             error = refusal(model.chat, video_part(FILM), fields=sampled(num_frames=number))
             assert f"num_frames={number} must be from 1 to 32 (video.max_frames)" in str(error)
-        refusal(model.chat, video_part(FILM), fields=sampled(fps=1e6))
-        assert len(model.chat(text_part("a"), fields=sampled(num_frames=9)).images) == 0
+        error = refusal(model.chat, video_part(frames_url(4)), fields=sampled(num_frames=4))
+        assert "video 1 has its frames as JPEG files" in str(error)
+        assert error.param == "media_io_kwargs.video"
+
+    @pytest.mark.parametrize("takes_videos", [True, False])
+    @pytest.mark.parametrize("has_video", [True, False])
+    @pytest.mark.parametrize(
+        ("values", "text"),
+        [
+            ({"num_frames": 33}, "num_frames=33 must be from 1 to 32 (video.max_frames); ask for"),
+            ({"fps": 1e6}, "fps=1e+06 must be above 0 and at most 60; ask for another rate"),
+            ({"fps": 1, "num_frames": 4}, "num_frames and fps cannot be combined; leave one out"),
+        ],
+    )
+    def test_the_field_is_checked_with_and_without_videos(
+        self, model: Model, values, text, has_video: bool, takes_videos: bool
+    ):
+        parts = [text_part("a"), *([video_part(FILM)] if has_video else [])]
+        config: dict[str, Any] = {} if takes_videos else {"spec": None}
+        error = refusal(model.chat, *parts, fields=sampled(**values), **config)
+        assert (error.param, error.code) == ("media_io_kwargs.video", "invalid_value")
+        assert str(error).startswith(f"media_io_kwargs.video: {text}")
+        body = {"messages": [{"role": "user", "content": parts}], **sampled(**values)}
+        error = refusal(
+            prepare_tokenization,
+            model.preparation(**config),
+            json.dumps(body).encode(),
+            Arrival(),
+        )
+        assert error.param == "media_io_kwargs.video"
+
+    def test_a_field_without_effect(self, model: Model):
+        for config in ({}, {"spec": None}):
+            assert not model.chat(text_part("a"), fields=sampled(num_frames=9), **config).images
 
 
 def halves(pixels: bytes) -> tuple[bytes, bytes]:
@@ -268,12 +301,12 @@ def halves(pixels: bytes) -> tuple[bytes, bytes]:
 
 class TestRefused:
     def test_models_that_take_no_videos(self, model: Model):
-        error = refusal(model.chat, video_part(FILM), spec=None, is_own_fork=False)
+        error = refusal(model.chat, video_part(FILM), spec=None, granted=Grant.text)
         assert (error.param, error.code) == ("messages", "unsupported_parameter")
         assert "vision takes no videos; send text only" in str(error)
         images_only = msgspec.structs.replace(video_spec(model.ids), video=None)
         parts = [image_part(png(4, 4)), video_part(FILM)]
-        error = refusal(model.chat, *parts, spec=images_only, is_own_fork=False)
+        error = refusal(model.chat, *parts, spec=images_only, granted=Grant.text)
         assert "vision takes no videos; send text and images only" in str(error)
 
     @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
@@ -304,7 +337,7 @@ class TestRefused:
 
     def test_limits(self, model: Model):
         parts = [video_part(frames_url(4, seed=seed)) for seed in range(3)]
-        error = refusal(model.chat, *parts, max_per_request=2, is_own_fork=False)
+        error = refusal(model.chat, *parts, max_per_request=2, granted=Grant.text)
         assert error.code == "too_many_videos"
         assert "3 videos, and video.max_per_request allows 2" in str(error)
         error = refusal(model.chat, video_part(FILM), max_mib=0.001)
@@ -356,9 +389,28 @@ class TestAnyUrl:
 
 
 class TestWhereItRuns:
-    def test_videos_are_decoded_in_a_fork_of_their_own_only(self, model: Model):
-        with pytest.raises(ForkNeededError):
-            model.chat(video_part(FILM), is_own_fork=False)
+    @pytest.mark.parametrize(
+        ("parts", "fields", "needed"),
+        [
+            ([text_part("video still"), image_part(png(4, 4))], {}, Grant.images),
+            ([video_part(FILM), text_part("a")], {}, Grant.videos),
+            ([video_part(FILM), image_part(png(4, 4))], {}, Grant.videos),
+            ([image_part(png(4, 4)), video_part(FILM)], {"chat_template": "a"}, Grant.videos),
+            ([text_part("a")], {"chat_template": "a"}, Grant.template),
+        ],
+    )
+    def test_a_fork_without_the_grant_says_what_is_needed(
+        self, model: Model, parts: list[Any], fields: dict[str, Any], needed: Grant
+    ):
+        """It decodes nothing before."""
+        for granted in Grant:
+            if granted < needed:
+                model.parts.clear()
+                with pytest.raises(ForkNeededError) as error:
+                    model.chat(*parts, fields=fields, granted=granted)
+                assert error.value.needed is needed
+                assert [name for name, _ in model.parts] == ["the body"]
+        assert model.chat(text_part("a"), granted=Grant.text).images == []
 
     def test_each_video_has_a_limit_of_processor_time(self, model: Model):
         model.parts.clear()
@@ -378,9 +430,9 @@ class TestWhereItRuns:
             *(video_part(url) for url in (URL, FILM, URL)),
         ]
         values = {"images": {"domains": ["media.test"]}, "max_frames": 4}
-        for is_own_fork in (False, True):
+        for granted in (Grant.text, Grant.videos):
             with pytest.raises(FetchNeededError) as needed:
-                model.chat(*parts, **values, is_own_fork=is_own_fork)
+                model.chat(*parts, **values, granted=granted)
             assert needed.value.wanted == {
                 image_url: FetchWanted("messages: image 1", False),
                 URL: FetchWanted("messages: video 1", True),

@@ -305,6 +305,39 @@ def test_no_proxy_of_the_environment_is_used(monkeypatch):
     run(main())
 
 
+def test_images_do_not_wait_for_videos():
+    async def main() -> None:
+        began, goes_on = asyncio.Semaphore(0), asyncio.Event()
+        at_once = most = 0
+
+        async def serve(head: bytes, writer: asyncio.StreamWriter) -> None:
+            nonlocal at_once, most
+            if b"/video" in head:
+                at_once += 1
+                most = max(most, at_once)
+                began.release()
+                await goes_on.wait()
+                at_once -= 1
+            writer.write(answer())
+            await writer.drain()
+
+        async with serving(serve) as server:
+            base = f"http://images.test:{server.port}"
+            fetching = fetcher()
+            videos = {f"{base}/video{number}": VIDEO for number in range(12)}
+            work = asyncio.ensure_future(fetching.fetch(videos))
+            for _ in range(4):
+                await began.acquire()
+            images = {f"{base}/image{number}": IMAGE for number in range(12)}
+            assert await fetching.fetch(images) == dict.fromkeys(images, BODY)
+            assert not work.done()
+            goes_on.set()
+            assert await work == dict.fromkeys(videos, BODY)
+            assert most == 4
+
+    run(main())
+
+
 def test_a_cancelled_fetch_closes_its_connections():
     async def main() -> None:
         began, ended = asyncio.Event(), asyncio.Event()

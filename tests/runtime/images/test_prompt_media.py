@@ -141,6 +141,15 @@ def test_frames_as_jpeg_files():
     ):
         error = refused(prepare, [VideoSource(url=broken)], spec)
         assert (error.code, str(error).startswith("messages: video 1")) == (code, True)
+    for sampling_param in ("", "media_io_kwargs.video"):
+        source = VideoSource(url=url, sampling=FrameSampling(num_frames=5))
+        with pytest.raises(InvalidRequestError) as caught:
+            check_media([source], model(spec), limits(), param=PARAM, sampling_param=sampling_param)
+        assert caught.value.param == (sampling_param or PARAM)
+        assert "JPEG files, which are all used, so num_frames=5 cannot" in str(caught.value)
+        assert "leave num_frames out, or send a video file" in str(caught.value)
+    (faster,) = prepare([VideoSource(url=url, sampling=FrameSampling(fps=2.0))], spec)
+    assert faster.times[1] == "<1.2 seconds>"
     error = refused(prepare, [VideoSource(url=url)], spec, video_max_frames=4)
     assert "has 5 frames, and video.max_frames allows 4" in str(error)
     size = sum(map(len, files))
@@ -157,6 +166,10 @@ def test_models_that_take_none():
         check_media, [film_source(), image_source()], model(None), limits(), param=PARAM
     )
     assert "takes no images; send text only" in str(error)
+    error = refused(
+        check_media, [film_source()], model(None), limits(max_per_request=0), param=PARAM
+    )
+    assert "takes no videos (images.max_per_request is 0); send text only" in str(error)
     check_media([], model(None), limits(), param=PARAM)
     check_media([image_source()], model(NO_VIDEO), limits(), param=PARAM)
 
@@ -182,6 +195,11 @@ def test_frames_that_a_request_cannot_have():
     error = refused(check_media, sources, model(small_spec()), limits(), param=PARAM)
     assert str(error).startswith("messages: video 2: num_frames=33 must be from 1 to 32")
     check_media(sources, model(small_spec()), limits(video_max_frames=33), param=PARAM)
+    with pytest.raises(InvalidRequestError) as caught:
+        check_media(
+            sources, model(small_spec()), limits(), param=PARAM, sampling_param="media_io_kwargs"
+        )
+    assert caught.value.param == "media_io_kwargs"
 
 
 def test_the_embeddings_of_all_together_are_limited():
@@ -191,7 +209,7 @@ def test_the_embeddings_of_all_together_are_limited():
     assert prepare(sources, small_spec(), num_tokens=sum(counts)) == found
     error = refused(prepare, sources, small_spec(), num_tokens=sum(counts) - 1)
     assert f"the first 3 images and videos have {sum(counts)} embeddings" in str(error)
-    assert error.code == "too_many_images"
+    assert error.code == "too_many_embeddings"
     error = refused(prepare, sources, small_spec(), num_tokens=sum(counts[:2]) - 1)
     assert f"the request can have {counts[1] - 1} more" in str(error)
     error = refused(prepare, sources[:1], small_spec(), num_tokens=counts[0] - 1)

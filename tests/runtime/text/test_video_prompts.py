@@ -157,7 +157,7 @@ def test_no_videos(model: Model):
 
 def test_too_many_embeddings(model: Model):
     media = {"video": np.zeros((32, 32, 32, 3), np.uint8)}
-    assert "(images.cache_tokens); ask for fewer frames" in refusal(
+    assert "(images.cache_tokens); send fewer or smaller frames" in refusal(
         model.encode, {"prompt": SHOWN, "multi_modal_data": media}
     )
 

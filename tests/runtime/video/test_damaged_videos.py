@@ -9,8 +9,10 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import av
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media_files import pyav
 from ostinato.runtime.video.decode_video import VideoLimits, VideoReader
-from ostinato.runtime.video.file_ends import is_cut_short
+from ostinato.runtime.video.file_ends import is_cut_short, lacks_seconds
 from tests.arch.tree import ROOT
 from tests.runtime.audio.audio_files import encode as encode_audio
 from tests.runtime.audio.audio_files import tone
@@ -191,6 +193,20 @@ def with_zeros(data: bytes, numbers: range) -> bytes:
     return bytes(changed)
 
 
+def pictures(data: bytes) -> dict[int, Any]:
+    """The pixels of each frame of a file."""
+    opened = VideoReader(data, LIMITS, NAME)
+    return {
+        index: np.asarray(picture).astype(int)
+        for index, picture in opened.pictures(range(opened.num_frames))
+    }
+
+
+def differing(found: dict[int, Any], expected: dict[int, Any]) -> list[int]:
+    """The frames that are not equal."""
+    return [at for at in sorted(expected) if not np.array_equal(found[at], expected[at])]
+
+
 @pytest.mark.parametrize("name", ["mp4-h264", "mp4-mpeg4", "mov-mjpeg", "avi-mpeg4", "avi-h264"])
 def test_damaged_frames(name: str):
     """A few are replaced by others. A file with many is refused."""
@@ -200,18 +216,94 @@ def test_damaged_frames(name: str):
     assert "are damaged" in refused(with_zeros(data, range(20, 40)))
 
 
-@pytest.mark.parametrize("name", ["mkv-h264", "mkv-hevc", "webm-vp8", "webm-vp9", "gif"])
-def test_a_damaged_structure(name: str):
-    """Here the numbers between the frames are lost too, and with them the frames that follow.
+@pytest.mark.parametrize("name", ["mp4-still", "mov-mjpeg", "avi-still"])
+def test_the_next_good_frame_replaces_a_damaged_one(name: str):
+    """No other frame refers to the damaged ones here."""
+    stills = {
+        "mp4-still": Encoding("mp4", "mpeg4", gop=1),
+        "avi-still": Encoding("avi", "mpeg4", gop=1),
+        "mov-mjpeg": ENCODINGS["mov-mjpeg"],
+    }
+    data = encode(noise(60, 64, 48), stills[name])
+    whole = pictures(data)
+    for numbers, replacement in ((range(1), 1), (range(30, 32), 32), (range(59, 60), 58)):
+        found = pictures(with_zeros(data, numbers))
+        assert differing(found, whole) == list(numbers)
+        for at in numbers:
+            assert np.array_equal(found[at], whole[replacement])
 
-    In Matroska they are lost up to the next cluster. The file is refused if that is its end.
+
+def test_damaged_frames_of_matroska():
+    """Their contents are lost, and the structure of the file is whole."""
+    data = encode(noise(60, 64, 48), Encoding("matroska", "mjpeg", "yuvj420p"))
+    whole, damaged = pictures(data), data
+    with av.open(io.BytesIO(data)) as opened:
+        contents = [bytes(packet) for packet in opened.demux(video=0) if packet.size]
+    for content in contents[30:32]:
+        assert data.count(content) == 1
+        damaged = damaged.replace(content, bytes(len(content)))
+    found = pictures(damaged)
+    assert differing(found, whole) == [30, 31]
+    assert all(np.array_equal(found[at], whole[32]) for at in (30, 31))
+
+
+@pytest.mark.parametrize("number", [20, 60])
+@pytest.mark.parametrize("name", ["mkv-h264", "mkv-hevc", "webm-vp8", "webm-vp9", "mkv-av1"])
+def test_a_damaged_structure_of_matroska(name: str, number: int):
+    """The size before a frame is lost, and with it the place of the next frame.
+
+    The frames up to the next cluster are missing. If there is no other cluster, the end is missing,
+    and the file is refused.
     """
     data = encode(noise(90, 64, 48), name)
-    for number in (20, 60):
-        damaged = with_zeros(data, range(number, number + 1))
-        assert code_of(damaged) in ("", "invalid_video")
-        if name == "gif":
-            assert "damaged or cut short" in refused(damaged)
+    with av.open(io.BytesIO(data)) as opened:
+        places = [packet.pos or 0 for packet in opened.demux(video=0) if packet.size]
+    damaged = with_zeros(data, range(number, number + 1))
+    cluster = data.find(b"\x1f\x43\xb6\x75", places[number])
+    if cluster < 0:
+        assert "damaged or cut short" in refused(damaged)
+        return
+    after = [at for at, place in enumerate(places) if place > cluster]
+    assert number < after[0] < 90
+    assert decode(damaged) == number + len(after)
+
+
+@pytest.mark.parametrize("name", ["mkv-h264", "mkv-hevc", "webm-vp8", "webm-vp9", "mkv-av1"])
+def test_a_lost_end_of_matroska(name: str):
+    """Up to 0.1 s can be lost: the lengths in headers are not exact."""
+    data = encode(noise(90, 64, 48), name)
+    assert decode(with_zeros(data, range(88, 89))) == 88
+    assert "damaged or cut short" in refused(with_zeros(data, range(85, 86)))
+
+
+@pytest.mark.parametrize("number", [1, 20, 60, 89])
+def test_a_damaged_structure_of_gif(number: int):
+    data = encode(noise(90, 64, 48), "gif")
+    assert "damaged or cut short" in refused(with_zeros(data, range(number, number + 1)))
+
+
+@pytest.mark.parametrize(
+    ("stated", "end", "longest", "is_short"),
+    [
+        (3.0, 2.95, 0.03, False),
+        (3.0, 2.85, 0.03, True),
+        (3.0, 2.85, 0.2, False),  # the last frame may be shown as long as another one
+        (100.0, 98.5, 0.03, False),
+        (100.0, 97.5, 0.03, True),
+        (3.0, 3.5, 0.03, False),
+    ],
+)
+def test_how_much_of_the_end_may_be_missing(
+    stated: float, end: float, longest: float, is_short: bool
+):
+    assert lacks_seconds(stated, end, longest) == is_short
+
+
+def test_slow_and_uneven_files_of_matroska_are_whole():
+    """Their last packets do not say how long the last frame is shown."""
+    for name in ("webm-vp8", "webm-vp9", "mkv-h264"):
+        assert decode(encode(noise(5, 64, 48), name, fps=1)) == 5
+        assert decode(encode(noise(5, 64, 48), name, times=[0, 1, 50, 51, 90])) == 5
 
 
 _MEASURE = """

@@ -257,8 +257,13 @@ def test_limits():
     )
     tokens = sum(pair.num_tokens for pair in prepare(content).pairs)
     assert prepare(content, max_tokens=tokens)
-    message = refused("too_many_images", content, max_tokens=tokens - 1)
-    assert f"have {tokens} embeddings, and the request can have {tokens - 1} more" in message
+    needs = f"have {tokens} embeddings, and the request can have {tokens - 1} more"
+    for other in (content, jpegs(frames)):
+        message = refused("too_many_embeddings", other, max_tokens=tokens - 1)
+        assert needs in message
+        assert message.endswith("send fewer or smaller frames")
+    message = refused("too_many_embeddings", encode(frames), max_tokens=1)
+    assert message.endswith("ask for fewer frames (num_frames)")
     assert "frame 2: the data is not an image" in refused(
         "invalid_video", [*jpegs(frames[:1]), b"x"]
     )
@@ -279,16 +284,19 @@ def test_paths(tmp_path: Any):
 @pytest.mark.parametrize(
     ("sampling", "text"),
     [
-        (FrameSampling(num_frames=0), "num_frames=0 must be from 1 to 32 (video.max_frames)"),
+        (FrameSampling(num_frames=0), "from 1 to 32 (video.max_frames); ask for more frames"),
         (FrameSampling(num_frames=-1), "num_frames=-1 must be from 1 to 32"),
-        (FrameSampling(num_frames=33), "num_frames=33 must be from 1 to 32"),
+        (
+            FrameSampling(num_frames=33),
+            "num_frames=33 must be from 1 to 32 (video.max_frames); ask for fewer frames",
+        ),
         (FrameSampling(num_frames=10**9), "num_frames=1000000000"),
-        (FrameSampling(fps=0.0), "fps=0 must be above 0 and at most 60"),
+        (FrameSampling(fps=0.0), "above 0 and at most 60; ask for another rate, or leave it"),
         (FrameSampling(fps=-1.0), "fps=-1 must be"),
         (FrameSampling(fps=60.5), "fps=60.5 must be"),
         (FrameSampling(fps=float("nan")), "fps=nan must be"),
         (FrameSampling(fps=float("inf")), "fps=inf must be"),
-        (FrameSampling(num_frames=4, fps=1.0), "cannot be combined"),
+        (FrameSampling(num_frames=4, fps=1.0), "cannot be combined; leave one out"),
     ],
 )
 def test_what_a_request_cannot_ask_for(sampling: FrameSampling, text: str):
@@ -301,6 +309,17 @@ def test_what_a_request_cannot_ask_for(sampling: FrameSampling, text: str):
     check_sampling(FrameSampling(num_frames=32), video, VideoConfig(), NAME)
     check_sampling(FrameSampling(fps=60.0), video, VideoConfig(), NAME)
     check_sampling(FrameSampling(), video, VideoConfig(), NAME)
+    with pytest.raises(InvalidRequestError) as caught:
+        check_sampling(sampling, None, VideoConfig(), NAME)
+    assert text in str(caught.value)
+
+
+def test_a_model_can_allow_fewer_frames_than_the_setting():
+    video = spec_2(max_frames=20).video
+    with pytest.raises(InvalidRequestError, match=r"from 1 to 20 \(the limit of the model\)"):
+        check_sampling(FrameSampling(num_frames=21), video, VideoConfig(), NAME)
+    check_sampling(FrameSampling(num_frames=20), video, VideoConfig(), NAME)
+    check_sampling(FrameSampling(num_frames=32), None, VideoConfig(), NAME)
 
 
 def test_base64_of_a_film_is_not_a_film():
