@@ -19,6 +19,8 @@ from tests.runtime.video.video_files import (
     ENCODINGS,
     FPS,
     NAME,
+    NUM_STORED,
+    STORED,
     Encoding,
     decoded_by_pyav,
     encode,
@@ -27,8 +29,9 @@ from tests.runtime.video.video_files import (
 )
 
 LIMITS = VideoLimits(max_bytes=1 << 22, max_pixels=1 << 20)
-NUM_FRAMES = 47
+NUM_FRAMES = NUM_STORED
 FILES = {name: encode(film(NUM_FRAMES), name) for name in ENCODINGS}
+FILES |= {name: path.read_bytes() for name, path in STORED.items()}
 WHOLE = {name: decoded_by_pyav(data) for name, data in FILES.items()}
 
 
@@ -42,7 +45,7 @@ def pixels(opened: VideoReader, indices: list[int]) -> dict[int, np.ndarray]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", FILES)
 def test_number_rate_and_all_frames(name: str):
     opened = reader(FILES[name])
     assert opened.num_frames == NUM_FRAMES == len(WHOLE[name])
@@ -53,7 +56,7 @@ def test_number_rate_and_all_frames(name: str):
     assert np.diff(brightness).min() > -2  # codecs are not exact
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", FILES)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_frames_are_those_that_decoding_all_gives(name: str, data: st.DataObject):
