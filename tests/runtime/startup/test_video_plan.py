@@ -22,6 +22,9 @@ COMMON = (
 )  # fmt: skip
 
 
+NO_LIMIT = "video.max_resized_pixels=1000000000"
+
+
 def plan_of(model: ImageModel, *overrides: str) -> EnginePlan:
     values = {"model.path": str(model.path)}
     return make_plan(load_config([*COMMON, *overrides], values=values).engine, 1)
@@ -52,7 +55,7 @@ def test_the_plan_has_memory_for_the_largest_pair(model: ImageModel):
     num_pixels = spec.max_tokens * spec.unit**2
     assert small.memory.activation_bytes - alone.memory.activation_bytes == 4 * 6 * num_pixels
     with_areas(model, 128, 1 << 20)
-    large = plan_of(model)
+    large = plan_of(model, NO_LIMIT)
     assert images_of(large).max_pair_tokens == (1 << 20) // 64
     assert images_of(large).max_tokens == spec.max_tokens
     # For each of 4 patches: values of a layer, rotary tables and colours; then the result, twice.
@@ -66,7 +69,8 @@ def test_the_plan_has_memory_for_the_largest_pair(model: ImageModel):
 
 def test_rows_for_at_least_two_pairs(model: ImageModel):
     with_areas(model, 128, 1 << 24)
-    assert plan_of(model).source.num_image_rows == 2 * (1 << 24) // 64
+    assert plan_of(model, NO_LIMIT).source.num_image_rows == 2 * (1 << 24) // 64
+    assert plan_of(model).source.num_image_rows == 32_768  # two pairs of 768 embeddings fit
     with_areas(model, 128, 1024)
     assert plan_of(model).source.num_image_rows == 32_768
 
