@@ -202,11 +202,11 @@ async def _completed(bare: Sequence[Input], data: memoryview) -> list[Input]:
     for one in bare:
         earlier = known.get(one.digest)
         if earlier is not None and earlier.shape == one.shape:
-            complete.append(_with_data_of(earlier, one))
+            complete.append(cast("Input", one.with_data(earlier.data)))
             continue
         end = begin + one.num_bytes
         try:
-            own = await asyncio.to_thread(one.with_data, bytes(data[begin:end]))
+            own = await asyncio.to_thread(one.with_checked_data, bytes(data[begin:end]))
         except ValueError as error:
             raise RuntimeError("the process that prepares requests sent a wrong digest") from error
         known[one.digest] = cast("Input", own)
@@ -215,14 +215,6 @@ async def _completed(bare: Sequence[Input], data: memoryview) -> list[Input]:
     if begin != len(data):
         raise RuntimeError("the process that prepares requests sent data of another size")
     return complete
-
-
-def _with_data_of(source: Input, target: Input) -> Input:
-    """A copy of `target` with the data of an input of the same digest."""
-    replace = msgspec.structs.replace
-    if isinstance(source, PromptImage):
-        return cast("Input", replace(target, pixels=source.pixels))
-    return cast("Input", replace(target, features=source.features))
 
 
 def _with_audio(result: Any, audio: list[PromptAudio]) -> Any:

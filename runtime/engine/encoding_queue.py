@@ -194,11 +194,11 @@ class EncodingQueue:
         Returns:
             The requests whose encodings are complete now. They keep them until `release`.
         """
-        if self.encoding is None:  # the requests wait for rows only
+        order = list(dict.fromkeys(digest for *_, digest in sorted(self._missing())))
+        if not order:  # the requests wait for rows only
             return self._take_ready()
         begin = time.perf_counter()
         seconds = _BUSY_S if is_busy else _IDLE_S
-        order = list(dict.fromkeys(digest for *_, digest in sorted(self._missing())))
         answers = self._executor.call(AdvanceEncodings(seconds, self._take_dropped(), order))
         self.encode_seconds += time.perf_counter() - begin
         for digest in (digest for answer in answers for digest in answer.split()):

@@ -162,8 +162,8 @@ def attach_data(message: ClientMessage, data: Sequence[bytes]) -> ClientMessage:
     replace = msgspec.structs.replace
     audio = request.audio
     if audio is not None:
-        audio = replace(audio, features=found[audio.digest])
-    images = [replace(image, pixels=found[image.digest]) for image in request.images]
+        audio = audio.with_data(found[audio.digest])
+    images = [image.with_data(found[image.digest]) for image in request.images]
     return replace(message, request=replace(request, images=images, audio=audio))
 
 

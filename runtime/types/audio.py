@@ -45,6 +45,10 @@ class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         return msgspec.structs.replace(self, features=b"")
 
     def with_data(self, data: bytes) -> PromptAudio:
+        """The same audio with these features, which are known to have its digest."""
+        return msgspec.structs.replace(self, features=data)
+
+    def with_checked_data(self, data: bytes) -> PromptAudio:
         """The same audio with these features.
 
         Raises:
@@ -52,7 +56,7 @@ class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         """
         if audio_digest(self.num_bins, self.num_frames, data) != self.digest:
             raise ValueError("the features of audio have another digest")
-        return msgspec.structs.replace(self, features=data)
+        return self.with_data(data)
 
     @property
     def num_bytes(self) -> int:

@@ -69,6 +69,10 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         return msgspec.structs.replace(self, pixels=b"")
 
     def with_data(self, data: bytes) -> PromptImage:
+        """The same image with these pixels, which are known to have its digest."""
+        return msgspec.structs.replace(self, pixels=data)
+
+    def with_checked_data(self, data: bytes) -> PromptImage:
         """The same image with these pixels.
 
         Raises:
@@ -76,7 +80,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         """
         if image_digest(self.height, self.width, data) != self.digest:
             raise ValueError("the pixels of an image have another digest")
-        return msgspec.structs.replace(self, pixels=data)
+        return self.with_data(data)
 
     @property
     def num_bytes(self) -> int:
