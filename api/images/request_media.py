@@ -18,7 +18,7 @@ from ostinato.runtime.images.prompt_media import (
     prepare_media,
     urls_to_fetch,
 )
-from ostinato.runtime.images.template_images import with_media_shown
+from ostinato.runtime.images.template_media import with_media_shown
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.video.video_inputs import check_sampling
 from ostinato.runtime.video.video_sources import FrameSampling, VideoSource

@@ -24,12 +24,13 @@ from ostinato.runtime.images.prompt_media import (
     prepare_media,
     urls_to_fetch,
 )
-from ostinato.runtime.images.template_images import (
+from ostinato.runtime.images.template_media import (
     IMAGE_PART,
     VIDEO_PART,
     text_part,
     with_media_shown,
 )
+from ostinato.runtime.media_files.part_keys import check_keys
 from ostinato.runtime.text.offline_prompts import MediaPrompt, Prompt
 from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.engine_info import ServedModel
@@ -276,11 +277,11 @@ def _source(part: Mapping[str, Any], place: str) -> ImageSource:
     kind = part["type"]
     value = part.get("image_pil" if kind == "image_pil" else "image_url")
     main = "image_pil" if kind == "image_pil" else "image_url"
-    _check_keys(part, {"type", main, *_PART_KEYS[kind]}, place)
+    check_keys(part, {"type", main, *_PART_KEYS[kind]}, place)
     detail = part.get("detail")
     if kind != "image_pil" and isinstance(value, Mapping):
         fields = cast("Mapping[str, Any]", value)
-        _check_keys(fields, _URL_KEYS, f"{place}.image_url")
+        check_keys(fields, _URL_KEYS, f"{place}.image_url")
         detail = fields.get("detail", detail)
         value = fields.get("url")
     if detail is not None and detail not in _DETAILS:
@@ -300,17 +301,6 @@ def _source(part: Mapping[str, Any], place: str) -> ImageSource:
         param=place,
         code="invalid_value",
     )
-
-
-def _check_keys(fields: Mapping[str, Any], known: set[str], place: str) -> None:
-    unknown = [key for key in fields if key not in known]
-    if unknown:
-        raise InvalidRequestError(
-            f"{place} has the key {unknown[0]!r:.60}, which is not supported; keys:"
-            f" {', '.join(sorted(known))}",
-            param=place,
-            code="unknown_parameter",
-        )
 
 
 def _fetch(urls: Mapping[str, FetchWanted], limits: MediaLimits) -> dict[str, bytes]:

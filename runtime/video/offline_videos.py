@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.part_keys import check_keys
 from ostinato.runtime.video.video_sources import (
     MAX_RATE,
     MAX_SECONDS,
@@ -67,14 +68,14 @@ def video_of_part(part: Mapping[str, Any], place: str) -> VideoSource:
         InvalidRequestError: the part has another key, or a value of another type.
     """
     kind = str(part["type"])
-    _check_keys(part, {"type", kind, "uuid", "fps", "num_frames"}, place)
+    check_keys(part, {"type", kind, "uuid", "fps", "num_frames"}, place)
     sampling = FrameSampling(
         num_frames=_number(part, "num_frames", int, place), fps=_number(part, "fps", float, place)
     )
     value = part.get(kind)
     if kind == "video_url" and isinstance(value, Mapping):
         fields = cast("Mapping[str, Any]", value)
-        _check_keys(fields, {"url"}, f"{place}.video_url")
+        check_keys(fields, {"url"}, f"{place}.video_url")
         value = fields.get("url")
     if isinstance(value, str):
         return VideoSource(url=value, sampling=sampling)
@@ -197,17 +198,6 @@ def _number(fields: Mapping[str, Any], key: str, kind: type, place: str) -> Any:
         noun = "a number" if kind is float else "an integer"
         raise _refusal(place, f".{key} must be {noun}, got {value!r:.60}")
     return kind(value)
-
-
-def _check_keys(fields: Mapping[str, Any], known: set[str], place: str) -> None:
-    unknown = [key for key in fields if key not in known]
-    if unknown:
-        raise InvalidRequestError(
-            f"{place} has the key {unknown[0]!r:.60}, which is not supported; keys:"
-            f" {', '.join(sorted(known))}",
-            param=place,
-            code="unknown_parameter",
-        )
 
 
 def _refusal(place: str, problem: str) -> InvalidRequestError:

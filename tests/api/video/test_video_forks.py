@@ -80,9 +80,7 @@ def test_pairs_come_back_with_their_pixels(preparer: Preparer):
         images = asyncio.run(prepared(preparer, data)).ready.generation.images
         assert [image.num_frames for image in images] == [2, 2, 1]
         assert [len(image.pixels) for image in images] == [2 * 768, 2 * 768, 96]
-        assert (
-            images[0].with_checked_data(images[0].pixels) == images[0]
-        )  # the digest is that of the pixels
+        assert images[0].with_checked_data(images[0].pixels) == images[0]
 
 
 def escaped(data: bytes) -> bytes:

@@ -17,7 +17,7 @@ from ostinato.runtime.images.image_sources import (
     fetch_target,
     is_frames_url,
 )
-from ostinato.runtime.images.template_images import text_part, with_media_shown
+from ostinato.runtime.images.template_media import text_part, with_media_shown
 from tests.runtime.video.video_files import video_spec
 
 NAME = "messages: image 3"
