@@ -5,7 +5,6 @@ The adapters `one` and `two` are made by PEFT. `one` is also loaded at the start
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 from tests.e2e.adapter_directories import make_adapter
 from tests.e2e.json_requests import CHAT, COMPLETIONS, GREEDY, HI, MODEL, post
 from tests.e2e.server_process import HTTP, PATIENCE_S, SMALL, ServerProcess
-from tests.e2e.test_crash import Streams, until
+from tests.e2e.test_crash import run_streams
 
 STORY = {"prompt": "Once upon a time there was a cat. " * 12, **GREEDY}
 _ROOT = Path(__file__).resolve().parents[2]
@@ -270,17 +269,8 @@ def test_streams_survive_the_death_of_the_engine(server, client, load):
         for number in range(9)
     ]
 
-    async def run(kill_at: int | None) -> list[list[Any]]:
-        streams = Streams(server.url, requests)
-        task = asyncio.create_task(streams.run())
-        if kill_at is not None:
-            await until(lambda: streams.num_lines >= kill_at or task.done())
-            assert not task.done(), "the streams ended before the engine was killed"
-            server.engine.kill()
-        return await task
-
-    expected = asyncio.run(run(None))
-    assert asyncio.run(run(200)) == expected
+    expected = run_streams(server, requests)
+    assert run_streams(server, requests, kill_at=200) == expected
     assert ask(client, "start") != ask(client, MODEL)
     assert ask(client, "two") != ask(client, MODEL)
 

@@ -178,6 +178,29 @@ async def until(condition: Callable[[], bool], timeout_s: float = 200) -> None:
         await asyncio.sleep(0.01)
 
 
+def run_streams(
+    server: ServerProcess, requests: list[tuple[str, dict[str, Any]]], kill_at: int | None = None
+) -> list[list[Any]]:
+    """What all streams said.
+
+    Args:
+        server: the server.
+        requests: path and body of each stream.
+        kill_at: the engine is killed when so many lines have come; None = it is not killed.
+    """
+
+    async def run() -> list[list[Any]]:
+        streams = Streams(server.url, requests)
+        task = asyncio.create_task(streams.run())
+        if kill_at is not None:
+            await until(lambda: streams.num_lines >= kill_at or task.done())
+            assert not task.done(), "the streams ended before the engine was killed"
+            server.engine.kill()
+        return await task
+
+    return asyncio.run(run())
+
+
 def engine_of(server: ServerProcess) -> psutil.Process | None:
     """The engine process, or None while it restarts."""
     try:
@@ -250,20 +273,11 @@ def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
     """The requests have schemas, patterns and required tool calls, greedy and with a seed."""
     requests = [constrained(number) for number in range(6)]
 
-    async def run(kill_at: int | None) -> list[list[Any]]:
-        streams = Streams(server.url, requests)
-        task = asyncio.create_task(streams.run())
-        if kill_at is not None:
-            await until(lambda: streams.num_lines >= kill_at or task.done())
-            assert not task.done(), "the streams ended before the engine was killed"
-            server.engine.kill()
-        return await task
-
-    expected = asyncio.run(run(None))
+    expected = run_streams(server, requests)
     for number, told in enumerate(expected):
         check_form(number, told)
     num_lines = sum(len(told[1]) for told in expected)
-    assert asyncio.run(run(num_lines // 3)) == expected
+    assert run_streams(server, requests, kill_at=num_lines // 3) == expected
 
 
 def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import http.server
 import io
@@ -17,7 +16,7 @@ from PIL import Image
 
 from tests.e2e.json_requests import CHAT, GREEDY, post, refused
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_crash import Streams, until
+from tests.e2e.test_crash import run_streams
 from tests.runtime.image_engines import ImageModel, image_llm, make_image_model, picture
 
 CAT, DOG = picture(1), picture(2, width=64, height=40)
@@ -232,14 +231,5 @@ def test_streams_survive_the_death_of_the_engine(server):
         for number in range(6)
     ]
 
-    async def run(kill_at: int | None) -> list[list[Any]]:
-        streams = Streams(server.url, requests)
-        task = asyncio.create_task(streams.run())
-        if kill_at is not None:
-            await until(lambda: streams.num_lines >= kill_at or task.done())
-            assert not task.done(), "the streams ended before the engine was killed"
-            server.engine.kill()
-        return await task
-
-    expected = asyncio.run(run(None))
-    assert asyncio.run(run(200)) == expected
+    expected = run_streams(server, requests)
+    assert run_streams(server, requests, kill_at=200) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from ostinato import SamplingParams
 from tests.api.video.video_apps import film, film_url, frames_url, video_part
 from tests.e2e.json_requests import CHAT, GREEDY, post, refused
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_crash import Streams, until
+from tests.e2e.test_crash import run_streams
 from tests.e2e.test_images import CAT, message, part
 from tests.runtime.image_engines import ImageModel, image_llm, make_image_model
 from tests.runtime.video.video_files import encode
@@ -209,14 +208,5 @@ def test_streams_survive_the_death_of_the_engine(server):
         for number in range(6)
     ]
 
-    async def run(kill_at: int | None) -> list[list[Any]]:
-        streams = Streams(server.url, requests)
-        task = asyncio.create_task(streams.run())
-        if kill_at is not None:
-            await until(lambda: streams.num_lines >= kill_at or task.done())
-            assert not task.done(), "the streams ended before the engine was killed"
-            server.engine.kill()
-        return await task
-
-    expected = asyncio.run(run(None))
-    assert asyncio.run(run(200)) == expected
+    expected = run_streams(server, requests)
+    assert run_streams(server, requests, kill_at=200) == expected
