@@ -4,7 +4,7 @@
 
 The rows of the first table follow from models/registry.py and the first lines of the families'
 modules. The refused values, and the models that run through transformers, are listed here.
-tests/models/config/test_refused.py checks that the list of refused values is complete.
+tests/models/config_json/test_refused.py checks that the list of refused values is complete.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.slots import stored_modules
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.head_spec import HeadSpec
-from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config_json.hf_fields import architecture_of
 from ostinato.models.kv_cache import CrossSpace
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase

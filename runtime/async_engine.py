@@ -23,7 +23,7 @@ from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.client.requested_adapters import RequestedAdapters
 from ostinato.runtime.client.requests import resolve
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.prompt_media import MediaLimits
+from ostinato.runtime.media.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import EncodedPrompt, PromptInputs
 from ostinato.runtime.text.offline_prompts import DictPrompt, Prompt, prompt_list
 from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter

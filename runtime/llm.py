@@ -25,7 +25,7 @@ from ostinato.runtime.audio.transcript_prompt import TranscriptTask
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
-from ostinato.runtime.images.prompt_media import MediaLimits
+from ostinato.runtime.media.prompt_media import MediaLimits
 from ostinato.runtime.offline.offline_adapters import OfflineAdapters
 from ostinato.runtime.offline.offline_generation import OfflineGenerator, require_generation
 from ostinato.runtime.offline.offline_pooling import (

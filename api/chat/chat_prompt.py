@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ostinato.api.chat.tools import ToolUse, explained, template_messages, tool_use
-from ostinato.api.images.request_media import RequestMedia, refuse_fields_with_media
+from ostinato.api.media.request_media import RequestMedia, refuse_fields_with_media
 from ostinato.api.parsing.detect import TemplateTraits, traits
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.preparation.preparation import Arrival, Preparation

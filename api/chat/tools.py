@@ -29,7 +29,7 @@ from ostinato.api.schemas.conversation import (
 )
 from ostinato.api.schemas.media_parts import VideoUrlPart
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.template_media import IMAGE_PART, VIDEO_PART, text_part
+from ostinato.runtime.media.template_media import IMAGE_PART, VIDEO_PART, text_part
 
 __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use")
 

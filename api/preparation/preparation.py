@@ -29,7 +29,7 @@ from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.client.requests import bad_words_token_ids
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.forks.fork_frames import BeginPart
-from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 
 __all__ = (

@@ -60,11 +60,11 @@ from ostinato.api.preparation.prompt_encoder import TextSource
 from ostinato.api.preparation.turns import decoder_in_turns
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.forks.fork_server import ForkServer, JobError
-from ostinato.runtime.images.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
 from ostinato.runtime.sandbox import Fault
 
 if TYPE_CHECKING:
-    from ostinato.runtime.images.fetch_media import MediaFetcher
+    from ostinato.runtime.media.fetch_media import MediaFetcher
 
 __all__ = ("Body", "Prepare", "Preparer")
 
@@ -256,7 +256,7 @@ def _size(data: Body, arrival: Arrival) -> int:
 
 
 def _make_fetcher(limits: MediaLimits) -> MediaFetcher:
-    from ostinato.runtime.images.fetch_media import MediaFetcher
+    from ostinato.runtime.media.fetch_media import MediaFetcher
 
     return MediaFetcher(limits)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.encoder_config import read_encoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.encoder_fields import read_encoder_config
 from ostinato.models.encoder import Encoder
 from ostinato.models.layers.linear_layers import BuildOptions, Linear
 

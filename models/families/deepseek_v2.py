@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import per_head_pairs, rotated_last
-from ostinato.models.config.hf_fields import refuse_other_values
-from ostinato.models.config.latent_fields import read_latent_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.moe_fields import read_deepseek_experts
+from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.latent_fields import read_latent_config
+from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.hf_fields import refuse_other_values
-from ostinato.models.config.latent_fields import read_latent_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.moe_fields import read_deepseek_experts
+from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.latent_fields import read_latent_config
+from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 
 __all__ = ("DeepseekV3ForCausalLM",)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
-from ostinato.models.config.hf_fields import read_integer
-from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.rope_fields import read_rope, rope_by_layer_type
+from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
+from ostinato.models.config_json.rope_fields import read_rope, rope_by_layer_type
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.gemma2 import GEMMA2_LAYOUT
 from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE

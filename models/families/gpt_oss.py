@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
-from ostinato.models.config.hf_fields import refuse_other_values
-from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.moe_fields import every_layer, read_route
 from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
+from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring

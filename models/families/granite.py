@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.decoder_fields import read_decoder_config
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("GraniteForCausalLM", "with_multipliers")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.moe_fields import every_layer, read_route
 from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config_json.decoder_fields import read_decoder_config
+from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.families.granite import with_multipliers
 from ostinato.ops.moe.routing import Scoring

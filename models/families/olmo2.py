@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.block_spec import QKNorm, Residual
-from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Olmo2ForCausalLM",)

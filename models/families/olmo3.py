@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.rope_fields import read_rope, rope_by_layer_type
+from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
+from ostinato.models.config_json.rope_fields import read_rope, rope_by_layer_type
 from ostinato.models.families.olmo2 import Olmo2ForCausalLM
 from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.block_spec import BlockSpec
-from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
-from ostinato.models.config.layer_windows import switched_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.layer_windows import switched_windows
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Qwen2ForCausalLM",)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.nested_fields import (
+from ostinato.models.config_json.hf_fields import architecture_of
+from ostinato.models.config_json.nested_fields import (
     flat_axes,
     read_text_config,
     take_sections,
     with_theta,
 )
-from ostinato.models.config.text_defaults import QWEN2_VL_TEXT
-from ostinato.models.config.vision_fields import read_qwen2_5_vision, read_qwen2_vision
+from ostinato.models.config_json.text_defaults import QWEN2_VL_TEXT
+from ostinato.models.config_json.vision_fields import read_qwen2_5_vision, read_qwen2_vision
 from ostinato.models.families.qwen2 import Qwen2ForCausalLM
 from ostinato.models.step_tensors import GridTensors
 

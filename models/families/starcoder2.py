@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
-from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
-from ostinato.models.config.layer_windows import listed_windows
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.layer_windows import listed_windows
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 
 __all__ = ("Starcoder2ForCausalLM",)

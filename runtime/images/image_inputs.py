@@ -10,7 +10,8 @@ import msgspec
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.image_sources import ImageSource, data_url_bytes, is_data_url
+from ostinato.runtime.images.image_sources import ImageSource
+from ostinato.runtime.media_files.media_urls import data_url_bytes, is_data_url
 from ostinato.runtime.types.images import PromptImage
 
 __all__ = (

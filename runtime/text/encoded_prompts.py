@@ -15,8 +15,8 @@ from ostinato.runtime.audio.offline_audio import prepare_one_window
 from ostinato.runtime.audio.transcript_prompt import rules_after
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
-from ostinato.runtime.images.placeholders import expand_placeholders
-from ostinato.runtime.images.prompt_media import (
+from ostinato.runtime.media.placeholders import expand_placeholders
+from ostinato.runtime.media.prompt_media import (
     FetchWanted,
     MediaLimits,
     MediaSource,
@@ -24,7 +24,7 @@ from ostinato.runtime.images.prompt_media import (
     prepare_media,
     urls_to_fetch,
 )
-from ostinato.runtime.images.template_media import (
+from ostinato.runtime.media.template_media import (
     IMAGE_PART,
     VIDEO_PART,
     text_part,
@@ -304,7 +304,7 @@ def _source(part: Mapping[str, Any], place: str) -> ImageSource:
 
 
 def _fetch(urls: Mapping[str, FetchWanted], limits: MediaLimits) -> dict[str, bytes]:
-    from ostinato.runtime.images.fetch_media import MediaFetcher
+    from ostinato.runtime.media.fetch_media import MediaFetcher
 
     async def work() -> dict[str, bytes]:
         return await MediaFetcher(limits).fetch(urls)

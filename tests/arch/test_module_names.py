@@ -13,7 +13,6 @@ MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS = {
     "api/cli": "one module for each command, and what they share",
-    "models/config": "14: one module for each part of a configuration, and what they share",
     "models/families": "one module for each family of models",
     "models/quantized_checkpoints": "14: one module for each format, and what they share",
 }

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from ostinato import SamplingParams
-from tests.api.video.video_apps import film, film_url, frames_url, video_part
+from tests.api.media.video_apps import film, film_url, frames_url, video_part
 from tests.e2e.json_requests import CHAT, GREEDY, post, refused
 from tests.e2e.server_process import ServerProcess
 from tests.e2e.test_crash import run_streams

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ostinato.models.config.rope_fields import read_rope
+from ostinato.models.config_json.rope_fields import read_rope
 from ostinato.ops.rope import LinearScaling, Rope, apply_rope, inverse_frequencies, rope_tables
 
 HEAD_DIM = 32

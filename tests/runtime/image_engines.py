@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 from ostinato.runtime.engine.engine import Engine
-from ostinato.runtime.images.placeholders import expand_placeholders
 from ostinato.runtime.images.prepare_image import ImageLimits, prepare_image
-from ostinato.runtime.images.prompt_media import PreparedMedium
+from ostinato.runtime.media.placeholders import expand_placeholders
+from ostinato.runtime.media.prompt_media import PreparedMedium
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.request import Request
 from tests.models.vision.image_models import (

@@ -10,7 +10,7 @@ import pytest
 from ostinato.api.preparation.fork_limits import LARGE_BYTES, first_grant, fork_limits
 from ostinato.api.preparation.preparation import Arrival, Grant, PreparationSettings
 from ostinato.models.vision.video_spec import VideoSpec
-from tests.api.images.image_apps import image_spec, served
+from tests.api.media.image_apps import image_spec, served
 
 TEXT = served(Path(), None)
 VIDEO = VideoSpec(

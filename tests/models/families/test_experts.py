@@ -20,7 +20,7 @@ from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.layers.moe import MoE
 from ostinato.models.registry import build_model, model_class, read_model_config
 from tests.live_bytes import LiveBytes
-from tests.models.config.test_every_key import config_of
+from tests.models.config_json.test_every_key import config_of
 from tests.models.driver import Driver, Sequence
 from tests.models.random_checkpoints import VARIANTS, Variant, reference_model, save
 

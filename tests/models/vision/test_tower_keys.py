@@ -11,7 +11,7 @@ from docs.list_models import REFUSED as LISTED
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
 from ostinato.models.registry import model_class
-from tests.models.config.test_every_key import NEUTRAL, mutations
+from tests.models.config_json.test_every_key import NEUTRAL, mutations
 from tests.models.vision.image_models import VARIANTS, ImageVariant, hf_class_of, hf_config_of
 
 # Keys without effect: those that other modules read, those of training and of other tasks.

@@ -16,7 +16,7 @@ from transformers import image_utils
 
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import VideoSpec
-from tests.models.config.test_every_key import mutations
+from tests.models.config_json.test_every_key import mutations
 from tests.runtime.images.image_processors import PROCESSORS, read_spec
 
 QWEN2, QWEN2_5, QWEN3 = (PROCESSORS[name] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"))

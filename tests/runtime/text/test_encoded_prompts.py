@@ -13,7 +13,7 @@ from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.prompt_media import MediaLimits
+from ostinato.runtime.media.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import (
     EncodedPrompt,
     PromptInputs,
@@ -22,7 +22,7 @@ from ostinato.runtime.text.encoded_prompts import (
 from ostinato.runtime.text.offline_prompts import prompt_list
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.params import SamplingParams
-from tests.api.images.image_apps import (
+from tests.api.media.image_apps import (
     PARTS_TEMPLATE,
     PLACEHOLDER,
     data_url,

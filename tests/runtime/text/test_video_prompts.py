@@ -14,7 +14,7 @@ from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.video.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.prompt_media import MediaLimits
+from ostinato.runtime.media.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import (
     EncodedPrompt,
     PromptInputs,
@@ -23,8 +23,8 @@ from ostinato.runtime.text.encoded_prompts import (
 from ostinato.runtime.text.offline_prompts import prompt_list
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.params import SamplingParams
-from tests.api.images.image_apps import PLACEHOLDER, data_url, png, served, text_part
-from tests.api.video.video_apps import SHOWN, VIDEO, save_video_model, video_spec
+from tests.api.media.image_apps import PLACEHOLDER, data_url, png, served, text_part
+from tests.api.media.video_apps import SHOWN, VIDEO, save_video_model, video_spec
 from tests.runtime.video.video_files import encode, film
 
 FILM = encode(film(20, 16, 16), "mp4-mpeg4", fps=10)  # two seconds, so four frames
