@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,9 +17,18 @@ from ostinato.ops.native.library import load
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_equals_transformers(name: str) -> None:
+    load("core")
     x = torch.linspace(-9, 9, 4001).unsqueeze(0)
     # gelu_new and gelu_fast write the same polynomial in another order.
     torch.testing.assert_close(activate(x, name), ACT2FN[name](x), atol=2e-6, rtol=2e-6)
+
+
+def test_gelu_of_large_and_undefined_values() -> None:
+    load("core")
+    x = torch.tensor([[float("inf"), 1e30, -1e30, -float("inf"), float("nan")]])
+    result = activate(x, "gelu")[0].tolist()
+    assert result[:4] == [float("inf"), x[0, 1].item(), 0.0, 0.0]
+    assert math.isnan(result[4])
 
 
 def test_gate_comes_first() -> None:

@@ -343,6 +343,21 @@ enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai };
 
 constexpr float kGateLimit = 7.0f;  // the limit of swigluoai, for gates and factors
 
+// x (1 + erf(x / sqrt(2))) / 2 with formula 7.1.26 of Abramowitz and Stegun, whose error is at most 1.5e-7 |x| / 2.
+OSTINATO_INLINE F32 gelu(F32 x) {
+  const F32 size = min(max(x, broadcast(0.0f) - x), broadcast(40.0f));  // beyond 40, erfc is 0
+  const F32 z = size * broadcast(0.70710678f);
+  const F32 t = broadcast(1.0f) / fma(z, broadcast(0.3275911f), broadcast(1.0f));
+  F32 p = broadcast(1.061405429f);
+  p = fma(p, t, broadcast(-1.453152027f));
+  p = fma(p, t, broadcast(1.421413741f));
+  p = fma(p, t, broadcast(-0.284496736f));
+  p = fma(p, t, broadcast(0.254829592f));
+  const F32 complement = p * t * exp2(z * z * broadcast(-kLog2E));  // erfc(z)
+  // This order of the operands keeps NaN.
+  return max(broadcast(0.0f), x) - broadcast(0.5f) * size * complement;
+}
+
 template <class Function>
 OSTINATO_INLINE void apply(float* x, int64_t count, const Function& function) {
   for (int64_t c = 0; c < count; c += F32::width) store(x + c, function(load(x + c)));
@@ -358,9 +373,7 @@ void activate(Activation kind, float* x, int64_t count) {
         const F32 cube = broadcast(0.044715f) * x * x * x;
         return x * sigmoid(broadcast(1.5957691216f) * (x + cube));
       });
-    case Activation::gelu:
-      for (int64_t c = 0; c < count; ++c) x[c] *= 0.5f * (1.0f + std::erf(x[c] * 0.70710678f));
-      return;
+    case Activation::gelu: return apply(x, count, gelu);
     case Activation::relu: return apply(x, count, [](F32 x) { return max(x, broadcast(0.0f)); });
     case Activation::swigluoai:
       return apply(x, count, [](F32 x) {
