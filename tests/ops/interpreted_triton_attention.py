@@ -146,7 +146,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     check(BACKEND, MIXED, shape(4, 1, 64, 16, torch.bfloat16))
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT32, pytest.param(FLOAT16, marks=pytest.mark.slow)], ids=str)
 def test_cross_attention(dtype: torch.dtype) -> None:
     problem = cross_problem(
         num_rows=5, lengths=[1, 16, 150, 270], heads=(4, 2), dtype=dtype, cache_dtype=dtype

@@ -140,7 +140,7 @@ def longest_turn(server: AudioServer) -> Iterator[list[float]]:
 
 
 def test_other_requests_do_not_wait_for_audio(files: WhisperFiles):
-    long = wav(780, seed=5)  # 25 MB
+    long = wav(240, seed=5)  # 8 MB
     noise = b"x" * LARGE
     with serving(WhisperEngine(files)) as server, longest_turn(server) as longest:
 

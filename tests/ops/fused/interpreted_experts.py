@@ -155,7 +155,8 @@ def test_a_token_that_is_not_a_number_spoils_no_other(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size"), [(20, 48), (1, 264), pytest.param(2, 600, marks=pytest.mark.slow)]
+    ("tokens", "size"),
+    [(20, 48), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 264), (2, 600)))],
 )
 def test_the_last_program_may_be_any(
     tokens: int, size: int, monkeypatch: pytest.MonkeyPatch

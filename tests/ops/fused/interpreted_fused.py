@@ -208,9 +208,9 @@ def shape(heads: int, kv_heads: int, dim: int, size: int, **more: Any) -> Shape:
 PROJECTIONS = [
     (shape(4, 2, 32, 16), 32, False),
     (shape(4, 1, 64, 8), 64, True),
-    (shape(3, 1, 80, 64), 20, False),
+    pytest.param(shape(3, 1, 80, 64), 20, False, marks=pytest.mark.slow),
     (shape(2, 2, 16, 16, sliding_window=9, soft_cap=5.0), 0, False),
-    (shape(4, 2, 32, 16, has_sinks=True), 16, True),
+    pytest.param(shape(4, 2, 32, 16, has_sinks=True), 16, True, marks=pytest.mark.slow),
     (shape(4, 2, 16, 16, cache_dtype=FP8), 16, True),
 ]
 

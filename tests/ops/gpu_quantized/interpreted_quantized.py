@@ -134,7 +134,13 @@ def test_rows_of_a_weight_of_more_than_2_31_bytes(
 
 @pytest.mark.parametrize(
     ("form", "tokens", "slots"),
-    [(FORMS[4], 5, 2), pytest.param(FORMS[1], 30, 1, marks=pytest.mark.slow)],
+    [
+        (FORMS[4], 3, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((FORMS[4], 5, 2), (FORMS[1], 30, 1))
+        ),
+    ],
 )
 def test_experts(form: QuantFormat, tokens: int, slots: int) -> None:
     experts = 3

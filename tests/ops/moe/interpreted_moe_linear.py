@@ -24,7 +24,9 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 # The interpreter multiplies no bfloat16.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 3), (7, 2), (40, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "slots"), [(1, 1), (1, 3), (7, 2), pytest.param(40, 3, marks=pytest.mark.slow)]
+)
 def test_both_forms(tokens: int, slots: int, dtype: torch.dtype) -> None:
     p = problem(tokens, slots, dtype, tokens)
     each = (p.x, p.ids, p.weight, p.bias, None, None)
@@ -64,7 +66,8 @@ def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
 
 @pytest.mark.parametrize("scoring", list(Scoring))
 @pytest.mark.parametrize(
-    ("experts", "top_k", "has_bias"), [(5, 2, False), (128, 8, True), (1, 1, False)]
+    ("experts", "top_k", "has_bias"),
+    [(5, 2, False), pytest.param(128, 8, True, marks=pytest.mark.slow), (1, 1, False)],
 )
 def test_routing(scoring: Scoring, experts: int, top_k: int, has_bias: bool) -> None:
     """Some tokens have equal logits, infinite logits or NaN."""

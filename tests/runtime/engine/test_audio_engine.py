@@ -118,7 +118,7 @@ def test_preempted_sequences_keep_their_audio(tmp_path):
     [
         ("graphs.mode=eager",),
         ("graphs.mode=captured",),
-        ("graphs.form=model",),
+        pytest.param(("graphs.form=model",), marks=pytest.mark.slow),  # its compilation
         ("graphs.attention=reference", "graphs.mode=eager"),
         ("speculation.method=ngram", "speculation.max_tokens=3"),
         ("scheduler.max_num_batched_tokens=5", "scheduler.max_num_seqs=3"),

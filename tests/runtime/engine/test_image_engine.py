@@ -103,24 +103,28 @@ def test_preempted_sequences_keep_their_images(tmp_path):
         check_greedy(model, token_ids, images, answer)
 
 
+WAYS = [
+    "graphs.mode=eager",
+    "graphs.mode=captured",
+    "speculation.method=ngram speculation.max_tokens=3",
+    "scheduler.max_num_batched_tokens=5 scheduler.max_num_seqs=3",
+    "images.cache_tokens=20",
+]
+# They start processes or compile for long, so the quick tests run one model with them.
+LONG_WAYS = ["graphs.form=model", "parallel.tensor=2", "parallel.pipeline=2"]
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("name", "way"),
     [
-        ("graphs.mode=eager",),
-        ("graphs.mode=captured",),
-        ("graphs.form=model",),
-        ("speculation.method=ngram", "speculation.max_tokens=3"),
-        ("scheduler.max_num_batched_tokens=5", "scheduler.max_num_seqs=3"),
-        ("images.cache_tokens=20",),
-        ("parallel.tensor=2",),
-        ("parallel.pipeline=2",),
+        *((name, way) for name in ("llava", "qwen3-vl") for way in WAYS),
+        *(("qwen3-vl", way) for way in LONG_WAYS),
+        *(pytest.param("llava", way, marks=pytest.mark.slow) for way in LONG_WAYS),
     ],
-    ids=lambda overrides: overrides[0],
 )
-@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
-def test_every_way_to_run_gives_the_same_answers(name, overrides, tmp_path):
+def test_every_way_to_run_gives_the_same_answers(name, way, tmp_path):
     model = make_image_model(name, tmp_path)
-    with image_llm(model, *overrides) as llm:
+    with image_llm(model, *way.split()) as llm:
         prompts = [
             prompt(llm, [3, 4, 5], CAT, [6]),
             prompt(llm, [20, 21], DOG, [24]),

@@ -219,24 +219,29 @@ def test_preempted_sequences_keep_their_videos(tmp_path: Path):
         check_answer(model, spec, token_ids, images, answer)
 
 
+WAYS = [
+    "graphs.mode=eager",
+    "graphs.mode=captured",
+    "speculation.method=ngram speculation.max_tokens=3",
+    "scheduler.max_num_batched_tokens=5 scheduler.max_num_seqs=3",
+    "images.cache_tokens=24",
+]
+# They start processes, so the quick tests run one model with them.
+LONG_WAYS = ["parallel.tensor=2", "parallel.pipeline=2"]
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("name", "way"),
     [
-        ("graphs.mode=eager",),
-        ("graphs.mode=captured",),
-        ("graphs.form=model",),
-        ("speculation.method=ngram", "speculation.max_tokens=3"),
-        ("scheduler.max_num_batched_tokens=5", "scheduler.max_num_seqs=3"),
-        ("images.cache_tokens=24",),
-        ("parallel.tensor=2",),
-        ("parallel.pipeline=2",),
+        *((name, way) for name in ("qwen2.5-vl", "qwen3-vl") for way in WAYS),
+        *(("qwen3-vl", way) for way in LONG_WAYS),
+        *(pytest.param("qwen2.5-vl", way, marks=pytest.mark.slow) for way in LONG_WAYS),
+        pytest.param("qwen3-vl", "graphs.form=model", marks=pytest.mark.slow),
     ],
-    ids=lambda overrides: overrides[0],
 )
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
-def test_every_way_to_run_gives_the_same_answers(name: str, overrides: tuple[str, ...], tmp_path):
+def test_every_way_to_run_gives_the_same_answers(name: str, way: str, tmp_path):
     model = make_video_model(name, tmp_path)
-    with image_llm(model, *overrides) as llm:
+    with image_llm(model, *way.split()) as llm:
         prompts = [
             video_prompt(llm, [3, 4, 5], RUN, [6]),
             video_prompt(llm, [20, 21], JUMP, [24], CAT, [25]),
