@@ -50,6 +50,8 @@ _BEGIN_FIRST = (
     "test_bench_kinds.py",
     "test_native_build.py",
     "test_recovery.py",
+    "test_video_engine.py",
+    "test_image_engine.py",
     "test_terminal_commands.py",
     "test_parity.py",
 )
