@@ -1,7 +1,7 @@
 """Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch on other devices.
 
 On a GPU, plain torch is fastest, because Inductor fuses it with its neighbours. On a CPU, each
-function is one op with a C++ kernel (ops/native/rows/elementwise.cpp). So a first start does not
+function is one op with a C++ kernel (ops/native/rows). So a first start does not
 compile C++ from Inductor, which would take ten seconds. Until the kernels are loaded, these ops run
 as plain torch.
 """

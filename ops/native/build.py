@@ -91,6 +91,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "moe/moe_linear",
             "moe/route",
             "rows/elementwise",
+            "rows/activation",
             "rows/sampling",
             "rows/logprobs",
             "collectives/collectives",
@@ -134,7 +135,14 @@ _DENSE = (
         "core/cpu_graph",
         "attention/attention",
     ),
-    ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling", "rows/logprobs"),
+    (
+        "linear/linear",
+        "linear/pack",
+        "rows/elementwise",
+        "rows/activation",
+        "rows/sampling",
+        "rows/logprobs",
+    ),
 )
 PARTS: dict[str, Part] = {
     # By name. A decoder with one dtype for weights and cache calls no other kernels of `core`,

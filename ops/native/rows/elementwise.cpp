@@ -1,43 +1,13 @@
-// Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. They compute
-// in float32 and round once. Rows are independent, so the bits of a row depend neither on other rows nor on the number
-// of threads.
-#include "core/elements.h"
-#include "core/kernel.h"
-#include "core/simd.h"
+// Kernels between the matrix products of a layer: normalisation and rotary embedding. They compute in float32 and
+// round once. Rows are independent, so the bits of a row depend neither on other rows nor on the number of threads.
+#include "rows/each_row.h"
 
 #include <algorithm>
 
 namespace ostinato::elementwise {
 namespace {
 
-constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of rows for which waking one more thread pays
 constexpr int kMaxHeadDim = 1024;
-
-// Calls body(row) for every row. The number of threads grows with the bytes of the rows.
-template <class Body>
-void for_each_row(const Threads& threads, int64_t rows, int64_t bytes, const Body& body) {
-  const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, rows);
-  const int workers = static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, threads.count()), 1));
-  threads.run(workers, [&](int worker) {
-    const int64_t last = rows * (worker + 1) / workers;
-    for (int64_t row = rows * worker / workers; row < last; ++row) body(row);
-  });
-}
-
-// Calls kernel(T{}) with the element type that `dtype` names.
-template <class Kernel>
-void with_element(DType dtype, const Kernel& kernel) {
-#if OSTINATO_HAS(OSTINATO_FLOAT32)
-  if (dtype == DType::float32) return kernel(float{});
-#endif
-#if OSTINATO_HAS(OSTINATO_BFLOAT16)
-  if (dtype == DType::bfloat16) return kernel(BFloat16{});
-#endif
-#if OSTINATO_HAS(OSTINATO_FLOAT16)
-  if (dtype == DType::float16) return kernel(Float16{});
-#endif
-  throw_not_compiled();
-}
 
 // Calls kernel(T{}, W{}) with the element types of rows and of a norm's weight: that of the rows, or float.
 template <class Kernel>
@@ -46,18 +16,6 @@ void with_elements(DType dtype, DType weight, const Kernel& kernel) {
     if (weight == DType::float32) return kernel(T{}, float{});
     kernel(T{}, T{});
   });
-}
-
-int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
-void check_element(const Tensor& x) {
-  OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16 || x.dtype == DType::float16,
-                 "x must be float32, bfloat16 or float16");
-}
-
-void check_matrix(const Tensor& x) {
-  check_element(x);
-  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
 }
 
 void check_vector(const Tensor& vector, int64_t size, DType dtype, const char* message) {
@@ -70,14 +28,6 @@ void check_vector(const Tensor& vector, int64_t size, DType dtype, const char* m
 void check_weight(const Tensor& weight, int64_t size, DType dtype) {
   check_vector(weight, size, weight.dtype == DType::float32 ? DType::float32 : dtype,
                "weight must be a contiguous vector of the normalised size, in x's dtype or float32");
-}
-
-// Calls vector(column) for each whole vector of columns, then single(column) for each column that is left.
-template <class Vector, class Single>
-OSTINATO_INLINE void columns(int64_t count, const Vector& vector, const Single& single) {
-  int64_t c = 0;
-  for (; c + F32::width <= count; c += F32::width) vector(c);
-  for (; c < count; ++c) single(c);
 }
 
 // The sum of value(x) over a row; `value` takes vectors and floats.
@@ -330,126 +280,6 @@ void join_heads(Call& call) {
   call.give(out);
 }
 
-// ---- activation ------------------------------------------------------------------------------------------
-
-constexpr float kLog2E = 1.442695041f;
-
-OSTINATO_INLINE F32 sigmoid(F32 x) {
-  const F32 exponent = min(x * broadcast(-kLog2E), broadcast(120.0f));  // the largest argument of exp2
-  return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
-}
-
-enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai };
-
-constexpr float kGateLimit = 7.0f;  // the limit of swigluoai, for gates and factors
-
-// x (1 + erf(x / sqrt(2))) / 2 with formula 7.1.26 of Abramowitz and Stegun, whose error is at most 1.5e-7 |x| / 2.
-OSTINATO_INLINE F32 gelu(F32 x) {
-  const F32 size = min(max(x, broadcast(0.0f) - x), broadcast(40.0f));  // beyond 40, erfc is 0
-  const F32 z = size * broadcast(0.70710678f);
-  const F32 t = broadcast(1.0f) / fma(z, broadcast(0.3275911f), broadcast(1.0f));
-  F32 p = broadcast(1.061405429f);
-  p = fma(p, t, broadcast(-1.453152027f));
-  p = fma(p, t, broadcast(1.421413741f));
-  p = fma(p, t, broadcast(-0.284496736f));
-  p = fma(p, t, broadcast(0.254829592f));
-  const F32 complement = p * t * exp2(z * z * broadcast(-kLog2E));  // erfc(z)
-  // This order of the operands keeps NaN.
-  return max(broadcast(0.0f), x) - broadcast(0.5f) * size * complement;
-}
-
-template <class Function>
-OSTINATO_INLINE void apply(float* x, int64_t count, const Function& function) {
-  for (int64_t c = 0; c < count; c += F32::width) store(x + c, function(load(x + c)));
-}
-
-// Works in place. `count` is a multiple of the vectors' width.
-void activate(Activation kind, float* x, int64_t count) {
-  switch (kind) {
-    case Activation::silu: return apply(x, count, [](F32 x) { return x * sigmoid(x); });
-    case Activation::quick_gelu: return apply(x, count, [](F32 x) { return x * sigmoid(broadcast(1.702f) * x); });
-    case Activation::gelu_tanh:  // (1 + tanh(u)) / 2 = sigmoid(2 u)
-      return apply(x, count, [](F32 x) {
-        const F32 cube = broadcast(0.044715f) * x * x * x;
-        return x * sigmoid(broadcast(1.5957691216f) * (x + cube));
-      });
-    case Activation::gelu: return apply(x, count, gelu);
-    case Activation::relu: return apply(x, count, [](F32 x) { return max(x, broadcast(0.0f)); });
-    case Activation::swigluoai:
-      return apply(x, count, [](F32 x) {
-        const F32 gate = min(x, broadcast(kGateLimit));
-        return gate * sigmoid(broadcast(1.702f) * gate);
-      });
-  }
-}
-
-Activation activation_named(const std::string& name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "quick_gelu") return Activation::quick_gelu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "relu") return Activation::relu;
-  if (name == "swigluoai") return Activation::swigluoai;
-  throw_invalid_argument({"kind must be silu, gelu_tanh, quick_gelu, gelu, relu or swigluoai, got ", name});
-}
-
-// The factor on an activated gate.
-template <class T>
-OSTINATO_INLINE F32 load_factor(Activation kind, const T* p) {
-  const F32 factor = load(p);
-  if (kind != Activation::swigluoai) return factor;
-  return min(max(factor, broadcast(-kGateLimit)), broadcast(kGateLimit)) + broadcast(1.0f);
-}
-OSTINATO_INLINE float factor_of(Activation kind, float factor) {
-  return kind != Activation::swigluoai ? factor : std::clamp(factor, -kGateLimit, kGateLimit) + 1.0f;
-}
-
-// out = activation(x) * factor. If `factor` is null, nothing is multiplied.
-template <class T>
-void activate_row(Activation kind, const T* x, const T* factor, int64_t count, T* out) {
-  constexpr int64_t kChunk = 512;
-  alignas(64) float chunk[kChunk];
-  for (int64_t first = 0; first < count; first += kChunk) {
-    const int64_t size = std::min(kChunk, count - first);
-    const int64_t padded = (size + F32::width - 1) / F32::width * F32::width;
-    for (int64_t c = size; c < padded; ++c) chunk[c] = 0.0f;
-    columns(
-        size, [&](int64_t c) { store(chunk + c, load(x + first + c)); },
-        [&](int64_t c) { chunk[c] = to_float(x[first + c]); });
-    activate(kind, chunk, padded);
-    if (factor == nullptr) {
-      columns(
-          size, [&](int64_t c) { store(out + first + c, load(chunk + c)); },
-          [&](int64_t c) { from_float(chunk[c], out + first + c); });
-    } else {
-      columns(
-          size, [&](int64_t c) { store(out + first + c, load(chunk + c) * load_factor(kind, factor + first + c)); },
-          [&](int64_t c) { from_float(chunk[c] * factor_of(kind, to_float(factor[first + c])), out + first + c); });
-    }
-  }
-}
-
-// activation(Tensor x, str kind, bool gated) -> Tensor
-void activation(Call& call) {
-  const Tensor x = call.tensor();
-  const std::string name = call.text();
-  const bool gated = call.boolean();
-  const Activation kind = activation_named(name);
-  check_matrix(x);
-  OSTINATO_CHECK(gated || kind != Activation::swigluoai, "swigluoai needs a gate");
-  OSTINATO_CHECK(!gated || x.sizes[1] % 2 == 0, "rows with a gate must have an even number of elements");
-  const int64_t rows = x.sizes[0], count = gated ? x.sizes[1] / 2 : x.sizes[1];
-  const int64_t sizes[] = {rows, count};
-  const Tensor out = call.empty(sizes, 2, x.dtype);
-  with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(call.threads(), rows, rows * x.sizes[1] * element_bytes(x.dtype), [&](int64_t row) {
-      const T* from = x.as<T>() + row * x.strides[0];
-      activate_row(kind, from, gated ? from + count : nullptr, count, out.as<T>() + row * count);
-    });
-  });
-  call.give(out);
-}
-
 }  // namespace
 
 OSTINATO_KERNEL(rms_norm, rms_norm);
@@ -458,6 +288,5 @@ OSTINATO_KERNEL(scale_by_squares, scale_by_squares);
 OSTINATO_KERNEL(layer_norm, layer_norm);
 OSTINATO_KERNEL(rotate_heads, rotate_heads);
 OSTINATO_KERNEL(join_heads, join_heads);
-OSTINATO_KERNEL(activation, activation);
 
 }  // namespace ostinato::elementwise

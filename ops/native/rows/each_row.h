@@ -1,0 +1,60 @@
+// What kernels over rows share: the division among threads, element types, and checks.
+#pragma once
+
+#include "core/elements.h"
+#include "core/kernel.h"
+#include "core/simd.h"
+
+#include <algorithm>
+
+namespace ostinato {
+
+constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of rows for which waking one more thread pays
+
+// Calls body(row) for every row. The number of threads grows with the bytes of the rows.
+template <class Body>
+void for_each_row(const Threads& threads, int64_t rows, int64_t bytes, const Body& body) {
+  const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, rows);
+  const int workers = static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, threads.count()), 1));
+  threads.run(workers, [&](int worker) {
+    const int64_t last = rows * (worker + 1) / workers;
+    for (int64_t row = rows * worker / workers; row < last; ++row) body(row);
+  });
+}
+
+// Calls kernel(T{}) with the element type that `dtype` names.
+template <class Kernel>
+void with_element(DType dtype, const Kernel& kernel) {
+#if OSTINATO_HAS(OSTINATO_FLOAT32)
+  if (dtype == DType::float32) return kernel(float{});
+#endif
+#if OSTINATO_HAS(OSTINATO_BFLOAT16)
+  if (dtype == DType::bfloat16) return kernel(BFloat16{});
+#endif
+#if OSTINATO_HAS(OSTINATO_FLOAT16)
+  if (dtype == DType::float16) return kernel(Float16{});
+#endif
+  throw_not_compiled();
+}
+
+inline int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+inline void check_element(const Tensor& x) {
+  OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16 || x.dtype == DType::float16,
+                 "x must be float32, bfloat16 or float16");
+}
+
+inline void check_matrix(const Tensor& x) {
+  check_element(x);
+  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
+}
+
+// Calls vector(column) for each whole vector of columns, then single(column) for each column that is left.
+template <class Vector, class Single>
+OSTINATO_INLINE void columns(int64_t count, const Vector& vector, const Single& single) {
+  int64_t c = 0;
+  for (; c + F32::width <= count; c += F32::width) vector(c);
+  for (; c < count; ++c) single(c);
+}
+
+}  // namespace ostinato
