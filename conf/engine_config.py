@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.cache.cache_schema import CacheConfig
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     DeviceConfig,
     GraphConfig,
@@ -17,13 +13,17 @@ from ostinato.conf.schema import (
     SamplingSection,
     SchedulerConfig,
 )
-from ostinato.conf.server_schema import ParallelConfig
-from ostinato.conf.speculation.speculation_schema import (
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.cache_schema import CacheConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
+from ostinato.conf.sections.server_schema import ParallelConfig
+from ostinato.conf.sections.speculation_schema import (
     NO_DRAFTS,
     SpeculationConfig,
     SpeculationMethod,
 )
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 
 __all__ = ("EngineConfig", "draft_config")
 

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, WorkloadSection
-from ostinato.conf.command_schema import (
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.sections.bench_schema import (
+    BenchSection,
+    LoadSection,
+    SloSection,
+    WorkloadSection,
+)
+from ostinato.conf.sections.command_schema import (
     BatchSection,
     ChatSection,
     CompileSection,
@@ -17,9 +23,8 @@ from ostinato.conf.command_schema import (
     PlanSection,
     QuantizeSection,
 )
-from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.server_schema import ServerConfig
-from ostinato.conf.tuning_schema import SimulateSection, TuneSection
+from ostinato.conf.sections.server_schema import ServerConfig
+from ostinato.conf.sections.tuning_schema import SimulateSection, TuneSection
 
 __all__ = ("RunConfig",)
 

@@ -44,7 +44,16 @@ _NO_MODEL = "no published model has it"
 _TIED_BIAS = "a tied head would have to do without its bias"
 _THREE_COLOURS = "images have three colours"
 _TWO_SIDED = "it makes an encoder of the decoder"
+_OTHER_ENCODER = "another encoder is not implemented for this family"
+_NO_SCALE = "the class of transformers does not read it, and Whisper has no such scale"
+_ONLY_QWEN2 = "only Qwen2 is implemented as the decoder"
+_OF_SOUNDS = (
+    Refused("audio_config.model_type", "whisper", _OTHER_ENCODER),
+    Refused("audio_config.scale_embedding", True, _NO_SCALE),
+    Refused("text_config.model_type", "llama", _ONLY_QWEN2),
+)
 REFUSED: dict[str, tuple[Refused, ...]] = {
+    "AudioFlamingo3ForConditionalGeneration": _OF_SOUNDS,
     "BloomForCausalLM": (
         Refused(
             "apply_residual_connection_post_layernorm",
@@ -109,6 +118,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("qk_layernorm", True, _QK_LAYER_NORM),
         Refused("tie_word_embeddings", True, _TIED_BIAS),
     ),
+    "Qwen2AudioForConditionalGeneration": _OF_SOUNDS,
     "Qwen2VLForConditionalGeneration": (Refused("vision_config.in_channels", 1, _THREE_COLOURS),),
     "Qwen2_5_VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),

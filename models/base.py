@@ -47,7 +47,7 @@ class CheckpointLayout:
     # Ends of the names of tensors that a checkpoint need not have. Missing ones are zero.
     zeros: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # regular expressions for names of tensors that are not used
-    tower: tuple[str, ...] = ()  # likewise, if the model is built without its vision tower
+    tower: tuple[str, ...] = ()  # likewise, if the model is built without its tower
 
     def without(self, *patterns: str) -> CheckpointLayout:
         """The same layout, with further tensors that are not used."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.audio.audio_tower import AudioTower
+from ostinato.models.audio.sound_tower import SoundTower
 from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
@@ -41,7 +42,7 @@ from ostinato.models.step_tensors import (
     AudioTensors,
     ForwardBatch,
     GridTensors,
-    ImageTensors,
+    MediaTensors,
     StepInputs,
 )
 from ostinato.models.vision.build_tower import build_tower
@@ -94,10 +95,10 @@ class DecoderBlock(DecoderLayer):
             self.attention_out_norm = build_rms_norm(config, options, config.hidden_size)
             self.mlp_out_norm = build_rms_norm(config, options, config.hidden_size)
         num_deep = 0 if config.vision is None else config.vision.num_deep
-        has_table = layer < num_deep and options.num_image_rows > 0
-        table = _image_table(config.hidden_size, options) if has_table else None
-        self.image_table: Tensor | None
-        self.register_buffer("image_table", table, persistent=False)
+        has_table = layer < num_deep and options.num_media_rows > 0
+        table = _media_table(config.hidden_size, options) if has_table else None
+        self.media_table: Tensor | None
+        self.register_buffer("media_table", table, persistent=False)
 
     def forward(
         self,
@@ -108,11 +109,11 @@ class DecoderBlock(DecoderLayer):
         rows: Tensor | None = None,
     ) -> Tensor:
         result = self._block(hidden, step, k_cache, v_cache, rows)
-        if self.image_table is None:
+        if self.media_table is None:
             return result
         # The table's first row is zero, so other tokens stay as they are.
-        image_rows = _rows_of(_image_rows(step.tensors), rows)
-        return add_table_rows(result, self.image_table, image_rows.view(-1))
+        media_rows = _rows_of(_media_rows(step.tensors), rows)
+        return add_table_rows(result, self.media_table, media_rows.view(-1))
 
     def _block(
         self,
@@ -145,7 +146,7 @@ class DecoderBlock(DecoderLayer):
         return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended, slots)
 
     def few_rows(self) -> FewRowsBlock | None:
-        has_more = self.image_table is not None or self.cross_attn is not None
+        has_more = self.media_table is not None or self.cross_attn is not None
         if self.residual is not Residual.sequential or has_more:
             return None
         return FewRowsBlock.of(self.attention_norm, self.self_attn, self.mlp_norm, self.mlp)
@@ -155,7 +156,7 @@ class DecoderBlock(DecoderLayer):
         return (
             "decoder block",
             self.residual,
-            self.image_table is not None,
+            self.media_table is not None,
             *(norm.static_key for norm in norms),
             *self.self_attn.static_key(),
             *(() if self.cross_attn is None else self.cross_attn.static_key()),
@@ -168,15 +169,15 @@ def _rows_of(matrix: Tensor, rows: Tensor | None) -> Tensor:
     return matrix if rows is None else F.embedding(rows, matrix)
 
 
-def _image_table(width: int, options: BuildOptions) -> Tensor:
-    """[1 + num_image_rows, width] zeros. On a CPU, it takes memory when it is first written."""
-    shape = 1 + options.num_image_rows, width
+def _media_table(width: int, options: BuildOptions) -> Tensor:
+    """[1 + num_media_rows, width] zeros. On a CPU, it takes memory when it is first written."""
+    shape = 1 + options.num_media_rows, width
     return torch.zeros(shape, dtype=options.dtype, device=options.device)
 
 
-def _image_rows(tensors: ForwardBatch) -> Tensor:
-    assert isinstance(tensors, ImageTensors), "a model with a vision tower has these tensors"
-    return tensors.image_rows
+def _media_rows(tensors: ForwardBatch) -> Tensor:
+    assert isinstance(tensors, MediaTensors), "a model with media tables has these tensors"
+    return tensors.media_rows
 
 
 class StageLayers(nn.ModuleList):
@@ -193,7 +194,7 @@ def _rotary(config: ModelConfig, rope: Rope, options: BuildOptions) -> RotaryEmb
         return RotaryEmbedding(rope, options)
     # Only the videos of Qwen2.5-VL have positions in time that can exceed the number of tokens.
     has_times = config.vision is not None and config.vision.kind is TowerKind.qwen2_5
-    num_extra = EXTRA_POSITIONS if has_times and options.num_image_rows else 0
+    num_extra = EXTRA_POSITIONS if has_times and options.num_media_rows else 0
     return GridRotaryEmbedding(rope, config.rope_axes, options, num_extra=num_extra)
 
 
@@ -230,16 +231,18 @@ class Decoder(CausalLM):
         if is_first and config.rope is None and not config.alibi_slopes:
             num_positions = config.max_model_len + config.position_offset
             self.embed_positions = Embedding(num_positions, size, options)
-        self.vision = None
+        self.vision = self.sound = None
         table = None
-        if config.vision is not None and options.num_image_rows:
-            table = _image_table(size, options) if is_first else None
-            if is_first or first < config.vision.num_deep:
+        if options.num_media_rows and (config.vision is not None or config.sound is not None):
+            table = _media_table(size, options) if is_first else None
+            if config.vision is not None and (is_first or first < config.vision.num_deep):
                 self.vision = build_tower(config.vision, options)
-        if config.vision is not None and self.vision is None:
+            if config.sound is not None and is_first:
+                self.sound = SoundTower(config.sound, options)
+        if self.vision is None and self.sound is None:
             self.checkpoint_layout = self.checkpoint_layout.without(*self.checkpoint_layout.tower)
-        self.image_table: Tensor | None
-        self.register_buffer("image_table", table, persistent=False)
+        self.media_table: Tensor | None
+        self.register_buffer("media_table", table, persistent=False)
         self.audio = self.cross_table = None
         if config.audio is not None and options.cross is not None:
             self.audio = AudioTower(config.audio, options)
@@ -270,16 +273,17 @@ class Decoder(CausalLM):
         """
         self._previous, self._next, self._aux = previous, following, aux
 
-    def image_tables(self) -> list[Tensor | None]:
-        """The tables of this rank for the parts of the vision tower's result, in their order.
+    def media_tables(self) -> list[Tensor | None]:
+        """The tables of this rank for the parts of a tower's result, in their order.
 
         None stands for a table of another stage.
         """
-        if self.config.vision is None:
-            return []
+        vision = self.config.vision
+        if vision is None:
+            return [] if self.config.sound is None else [self.media_table]
         layers = dict(self.layers.named_children())
-        deep = [layers.get(str(number)) for number in range(self.config.vision.num_deep)]
-        return [self.image_table, *(getattr(layer, "image_table", None) for layer in deep)]
+        deep = [layers.get(str(number)) for number in range(vision.num_deep)]
+        return [self.media_table, *(getattr(layer, "media_table", None) for layer in deep)]
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         positions = batch.positions
@@ -301,9 +305,9 @@ class Decoder(CausalLM):
             hidden = hidden * (hidden.new_tensor(scale) if rounds else scale)
         if self.embed_norm is not None:
             hidden = self.embed_norm(hidden)
-        if self.image_table is not None:
-            rows = _image_rows(batch)
-            hidden = torch.where(rows > 0, F.embedding(rows[:, 0], self.image_table), hidden)
+        if self.media_table is not None:
+            rows = _media_rows(batch)
+            hidden = torch.where(rows > 0, F.embedding(rows[:, 0], self.media_table), hidden)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(batch.positions + self.config.position_offset)
         return hidden, StepInputs(rope, batch)

@@ -28,6 +28,9 @@ from ostinato.ops.parallel.exchange import Exchange
 __all__ = ("ARCHITECTURES", "build_model", "class_of", "model_class", "read_model_config")
 
 ARCHITECTURES = {
+    "AudioFlamingo3ForConditionalGeneration": (
+        "ostinato.models.families.qwen2_audio:Qwen2AudioForConditionalGeneration"
+    ),
     "BertForMaskedLM": "ostinato.models.families.bert:BertModel",
     "BertForSequenceClassification": "ostinato.models.families.bert:BertForSequenceClassification",
     "BertModel": "ostinato.models.families.bert:BertModel",
@@ -64,6 +67,9 @@ ARCHITECTURES = {
     "PhiForCausalLM": "ostinato.models.families.phi:PhiForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": (
         "ostinato.models.families.qwen2_vl:Qwen2VLForConditionalGeneration"
+    ),
+    "Qwen2AudioForConditionalGeneration": (
+        "ostinato.models.families.qwen2_audio:Qwen2AudioForConditionalGeneration"
     ),
     "Qwen2ForCausalLM": "ostinato.models.families.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "ostinato.models.families.qwen2_moe:Qwen2MoeForCausalLM",
@@ -184,7 +190,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     has_cache_scales: bool = False,
     experts: ExpertKernels = ExpertKernels.auto,
     adapters: AdapterSpace | None = None,
-    num_image_rows: int = 0,
+    num_media_rows: int = 0,
     cross: CrossSpace | None = None,
 ) -> LanguageModel:
     """The model with unset weights. Their memory is reserved, and not written yet.
@@ -202,8 +208,8 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         has_cache_scales: the checkpoint has scales for keys and values, and the cache uses them.
         experts: the kernels of the experts, if the model has any.
         adapters: the room for low-rank adapters; None = no room.
-        num_image_rows: embeddings of images that can be kept at once; 0 = the model takes no images
-            and has no vision tower.
+        num_media_rows: embeddings of images or sounds that can be kept at once; 0 = the model takes
+            none of them and has no tower for them.
         cross: the room for keys and values of encoder states, for a model with cross attention.
 
     Raises:
@@ -229,7 +235,7 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         has_cache_scales=has_cache_scales,
         experts=experts,
         adapters=adapters,
-        num_image_rows=num_image_rows,
+        num_media_rows=num_media_rows,
         cross=cross,
     )
     model = class_of(config)(config, options)

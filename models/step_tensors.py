@@ -29,7 +29,7 @@ __all__ = (
     "CrossRows",
     "ForwardBatch",
     "GridTensors",
-    "ImageTensors",
+    "MediaTensors",
     "RopeRows",
     "Size",
     "StepInputs",
@@ -191,15 +191,15 @@ class StepTensors(Generic[Array]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageTensors(StepTensors[Array]):
-    """The step tensors of a model that takes images."""
+class MediaTensors(StepTensors[Array]):
+    """The step tensors of a model whose prompts have images or sounds."""
 
-    # [T, 1]; the row of the image tables whose values replace each token's embedding; 0 = none.
-    image_rows: Annotated[Array, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int64)]
+    # [T, 1]; the row of the media tables whose values replace each token's embedding; 0 = none.
+    media_rows: Annotated[Array, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int64)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridTensors(ImageTensors[Array]):
+class GridTensors(MediaTensors[Array]):
     """The step tensors of a model that takes images and has positions on three axes (M-RoPE)."""
 
     # [T, 3]; positions on the axes time, row and column, from which the rotation is computed.

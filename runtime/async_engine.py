@@ -137,10 +137,12 @@ class AsyncEngine:
             while client.adapters.get(adapter.name) != adapter:
                 adapter = await self._adapter(lora_request)
         token_ids, prepared = encoded.token_ids, None
-        if encoded.images or encoded.audio is not None:
+        if encoded.images or encoded.sounds or encoded.audio is not None:
             token_ids, sampling = resolve(token_ids, sampling, client.model)
             parts = await client.make_parts(sampling)
-            prepared = msgspec.structs.replace(parts, images=encoded.images, audio=encoded.audio)
+            prepared = msgspec.structs.replace(
+                parts, images=encoded.images, audio=encoded.audio, sounds=encoded.sounds
+            )
         async for output in client.generate(
             request_id or f"async-{next(self._counter)}",
             token_ids,
@@ -213,8 +215,9 @@ class AsyncEngine:
 
     def _encode(self, prompt: Prompt | DictPrompt | Sequence[dict[str, Any]]) -> EncodedPrompt:
         client = self._started()
-        media = MediaLimits(self._config.images, self._config.video)
-        inputs = PromptInputs(client.model, client.tokenizer, media, self._config.audio)
+        config = self._config
+        media = MediaLimits(config.images, config.video, config.audio)
+        inputs = PromptInputs(client.model, client.tokenizer, media)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
         if is_chat:
             return inputs.render(prompt)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from ostinato.conf.arguments.engine_arguments import argument_settings
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.conf.server_schema import ExecutorName, ParallelConfig
+from ostinato.conf.sections.server_schema import ExecutorName, ParallelConfig
 from ostinato.runtime.audio.offline_audio import AudioInput
 from ostinato.runtime.audio.transcript_prompt import TranscriptTask
 from ostinato.runtime.engine.step_observer import StepObserver
@@ -116,8 +116,8 @@ class LLM:
             if self.model.tokenizer
             else None
         )
-        media = MediaLimits(config.images, config.video)
-        self._inputs = PromptInputs(self.model, self.tokenizer, media, config.audio)
+        media = MediaLimits(config.images, config.video, config.audio)
+        self._inputs = PromptInputs(self.model, self.tokenizer, media)
         self._generator = OfflineGenerator(
             self._engine,
             self.tokenizer,
@@ -141,9 +141,9 @@ class LLM:
         Args:
             prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
                 of them. A dictionary can have images and videos, `"multi_modal_data": {"image":
-                images, "video": videos}` (docs/images.md, docs/video.md). For a model that
-                transcribes, it has `{"audio": (samples, sampling_rate)}`, at most one window
-                (docs/audio.md).
+                images, "video": videos}` (docs/images.md, docs/video.md), or `{"audio": sounds}`.
+                For a model that transcribes, it has `{"audio": (samples, sampling_rate)}`, at most
+                one window (docs/audio.md).
             sampling_params: one for all prompts, or a list with one for each prompt; None = the
                 model's defaults.
             use_progress: show a progress bar.
@@ -199,7 +199,8 @@ class LLM:
 
         Args:
             messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists. A content
-                can be a list of texts, images (docs/images.md) and videos (docs/video.md).
+                can be a list of texts, images (docs/images.md), videos (docs/video.md) and audio
+                (docs/audio.md).
         """
         require_generation(self.model)
         single = bool(messages) and isinstance(messages[0], dict)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ostinato.conf.command_schema import QuantizeSection
 from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.sections.command_schema import QuantizeSection
 from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.headers import read_headers
@@ -112,10 +112,11 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
             f"the checkpoint is quantised already ({source.weights.quantization}); "
             "quantise the checkpoint from which it was made"
         )
-    for inputs, tower in (("images", source.config.vision), ("audio", source.config.audio)):
+    config = source.config
+    for inputs, tower in (("images", config.vision), ("audio", config.audio or config.sound)):
         if tower is not None:
             raise StartupError(
-                f"models that take {inputs} are not quantised, and {source.config.architecture} "
+                f"models that take {inputs} are not quantised, and {config.architecture} "
                 f"takes {inputs}; use model.quantization, which quantises the decoder while it is "
                 "loaded"
             )

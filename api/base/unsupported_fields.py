@@ -21,11 +21,11 @@ class Unsupported(NamedTuple):
 
 
 _TOOLS = "the older form of tool calls"
-_MEDIA = "input other than text, images and videos"
+_MEDIA = "input other than text, images, videos and audio"
 _TRANSFER = "transfer of caches between servers"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
-    "audio": Unsupported(_MEDIA),
+    "audio": Unsupported("speech as output"),
     "ec_transfer_params": Unsupported(_TRANSFER),
     "function_call": Unsupported(
         _TOOLS, ("none",), instead="tool_choice (in a message: tool_calls)"

@@ -56,7 +56,7 @@ def prepare_chat(
     Args:
         preparation: the model, its tokenizer and the server's settings.
         body: the request.
-        arrival: has the images and videos that were fetched.
+        arrival: has the media that were fetched.
         request_id: the id that the client sees.
 
     Raises:
@@ -76,8 +76,8 @@ def prepare_chat(
         constraint = {**NO_CONSTRAINT, "structured_outputs": plan.constraint}
         body = msgspec.structs.replace(body, **constraint)
     generation = to_generation(preparation, body, prompt.token_ids, request_id=request_id)
-    if prompt.images:
-        generation = msgspec.structs.replace(generation, images=prompt.images)
+    if prompt.images or prompt.sounds:
+        generation = msgspec.structs.replace(generation, images=prompt.images, sounds=prompt.sounds)
     if plan.thinking is not None:
         generation = with_thinking(generation, plan.thinking)
     if body.prediction is not None:

@@ -18,6 +18,7 @@ from ostinato.api.schemas.tokenize import TokenizeRequest
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
 __all__ = ("ChatPrompt", "adds_generation_prompt", "encode_chat", "encode_messages", "reasons")
@@ -27,8 +28,9 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation as text and as token ids."""
 
     text: str
-    token_ids: list[int]  # with a placeholder token for each embedding of an image or a video
+    token_ids: list[int]  # with a placeholder token for each embedding of a medium
     images: list[PromptImage]  # and pairs of frames of videos, in the order of the prompt
+    sounds: list[PromptSound]  # windows, in the order of the prompt
     tools: ToolUse  # the functions that the model may call
     traits: TemplateTraits  # facts about the template and the model's answers
 
@@ -45,13 +47,13 @@ def encode_chat(
     Args:
         preparation: the model, its tokenizer and the server's settings.
         body: the request.
-        arrival: has the images and videos that were fetched.
+        arrival: has the media that were fetched.
         is_counted: the tokens are only counted, so the prompt may be longer than the context.
 
     Raises:
         InvalidRequestError: see `encode_messages`. Or `tool_choice` does not fit the tools, the
             request has `documents` and the template does not show them, the text cannot fit into
-            the context, or the request has images or videos and a field that needs text only.
+            the context, or the request has media and a field that needs text only.
         FetchNeededError: see `RequestMedia`.
         ForkNeededError: see `encode_messages`.
     """
@@ -69,8 +71,15 @@ def encode_chat(
         if is_counted
         else encoder.encode(text, body, param="messages", add_special_tokens=special)
     )
-    token_ids, placed = media.placed(token_ids)
-    return ChatPrompt(text=text, token_ids=token_ids, images=placed, tools=use, traits=found)
+    placed = media.placed(token_ids)
+    return ChatPrompt(
+        text=text,
+        token_ids=placed.token_ids,
+        images=placed.images,
+        sounds=placed.sounds,
+        tools=use,
+        traits=found,
+    )
 
 
 def encode_messages(
@@ -83,8 +92,8 @@ def encode_messages(
             `template_messages` refuses the messages; `tool_use` refuses the tools; there are
             tools, but no parser for this model's calls; or `RequestMedia` refuses the media.
         FetchNeededError: see `RequestMedia`.
-        ForkNeededError: the request has images, videos or a template of its own, and this process
-            lacks the grant for them.
+        ForkNeededError: the request has media or a template of its own, and this process lacks the
+            grant for them.
     """
     tokenizer = preparation.encoder.tokenizer("messages")
     found = _traits(preparation, tokenizer, body)
@@ -93,8 +102,7 @@ def encode_messages(
     text = _render(preparation, body, messages, use, found, media)
     preparation.begin_prompt("messages")
     special = body.add_special_tokens is True
-    token_ids, _ = media.placed(tokenizer.encode(text, add_special_tokens=special))
-    return token_ids
+    return media.placed(tokenizer.encode(text, add_special_tokens=special)).token_ids
 
 
 def reasons(preparation: Preparation, body: ChatCompletionRequest) -> bool:

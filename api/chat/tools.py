@@ -27,9 +27,9 @@ from ostinato.api.schemas.conversation import (
     Tool,
     ToolChoice,
 )
-from ostinato.api.schemas.media_parts import VideoUrlPart
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.media.template_media import IMAGE_PART, VIDEO_PART, text_part
+from ostinato.runtime.media.template_media import MEDIA_PARTS, text_part
+from ostinato.runtime.media_files.media_kinds import MediaKind
 
 __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use")
 
@@ -179,8 +179,7 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Convert messages to the format of chat templates.
 
-    The content of a message with images or videos is a list of `IMAGE_PART`, `VIDEO_PART` and
-    `text_part`.
+    The content of a message with media is a list of `MEDIA_PARTS` and `text_part`.
 
     Args:
         messages: the conversation.
@@ -188,8 +187,8 @@ def template_messages(
 
     Raises:
         InvalidRequestError: a message lacks a field that its role needs, or has a field of another
-            role. Or the arguments of a call are not a JSON object, or a message with an image or a
-            video has a role that cannot have them.
+            role. Or the arguments of a call are not a JSON object, or a message with media has a
+            role that cannot have them.
     """
     return [
         _template_message(message, index, reasoning_key) for index, message in enumerate(messages)
@@ -238,24 +237,22 @@ def _template_message(message: Message, index: int, reasoning_key: str) -> dict[
 
 
 def _content(message: Message, place: str) -> str | list[dict[str, str]] | None:
-    """The content of a message: its text, or a list of parts if it has images or videos."""
+    """The content of a message: its text, or a list of parts if it has media."""
     if not message.media:
         return message.text
     if message.role in _TEXT_ROLES:
-        is_video = isinstance(message.media[0], VideoUrlPart)
-        found, name = ("a video", "the video") if is_video else ("an image", "the image")
+        noun = message.media[0].kind.value
+        article = "an" if noun == MediaKind.image else "a"
         raise _invalid(
             f"{place}.content",
-            f"{place}.content has {found}, and a message of the role {message.role!r} has text"
-            f" only; move {name} to a message of the user",
+            f"{place}.content has {article} {noun}, and a message of the role {message.role!r} has"
+            f" text only; move the {noun} to a message of the user",
         )
     return [_template_part(part) for part in message.content or () if not isinstance(part, str)]
 
 
 def _template_part(part: ContentPart) -> dict[str, str]:
-    if isinstance(part, VideoUrlPart):
-        return dict(VIDEO_PART)
-    return dict(IMAGE_PART) if isinstance(part, MediaPart) else text_part(part.text)
+    return dict(MEDIA_PARTS[part.kind]) if isinstance(part, MediaPart) else text_part(part.text)
 
 
 def _template_call(call: MessageToolCall, place: str) -> dict[str, Any]:
@@ -292,7 +289,7 @@ def explained(
         for call in calls:
             names[call["id"]] = call["function"]["name"]
         content = message.get("content") or ""
-        if isinstance(content, list):  # of the user or of a tool, with images or videos
+        if isinstance(content, list):  # of the user or of a tool, with media
             shown.append(_explained_media(message, content, names))
             continue
         texts = [content]
@@ -323,7 +320,7 @@ def explained(
 def _explained_media(
     message: Mapping[str, Any], content: list[dict[str, str]], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A message with images or videos. The message of a tool becomes one of the user."""
+    """A message with media. The message of a tool becomes one of the user."""
     if message["role"] != "tool":
         return dict(message)
     name = names.get(message["tool_call_id"], message["tool_call_id"])

@@ -30,7 +30,7 @@ from ostinato.api.cli.batch_file import (
     answered_line,
     refused_line,
 )
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
 
@@ -184,7 +184,7 @@ def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Ser
     # A batch file needs no API keys, no limits and no store of replies.
     server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
     service = Service(
-        client, server, config.sampling, config.lora, config.images, video=config.video
+        client, server, config.sampling, config.lora, config.images, config.audio, config.video
     )
     return create_app(service), service
 

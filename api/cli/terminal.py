@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
-from ostinato.conf.command_schema import ChatSection, GenerateSection
+from ostinato.conf.sections.command_schema import ChatSection, GenerateSection
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.startup.bundles import prepare_kernels
 

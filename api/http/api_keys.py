@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from ostinato.conf.server_schema import ServerConfig, is_api_key
+from ostinato.conf.sections.server_schema import ServerConfig, is_api_key
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("KeyRing", "with_keys")

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ostinato.api.base.errors import error_body
 from ostinato.api.base.request_context import new_request_id, request_id_headers
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HttpProtocol", "ReceiveLimits")

@@ -1,4 +1,4 @@
-"""The images and videos of a chat request: finds, checks and decodes them."""
+"""The images, videos and sounds of a chat request: finds, checks and decodes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 from ostinato.api.preparation.preparation import FetchNeededError, Grant, Preparation
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import MediaPart, Message
-from ostinato.api.schemas.media_parts import MediaSettings, VideoUrlPart
+from ostinato.api.schemas.media_parts import (
+    AudioUrlPart,
+    ImageUrlPart,
+    InputAudioPart,
+    InputImagePart,
+    MediaSettings,
+    VideoUrlPart,
+)
+from ostinato.runtime.audio.sound_sources import SoundSource
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
-from ostinato.runtime.media.placeholders import expand_placeholders
+from ostinato.runtime.media.placeholders import PlacedMedia, place_media
 from ostinato.runtime.media.prompt_media import (
     MediaSource,
     check_media,
@@ -19,7 +27,7 @@ from ostinato.runtime.media.prompt_media import (
     urls_to_fetch,
 )
 from ostinato.runtime.media.template_media import with_media_shown
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.video.video_inputs import check_sampling
 from ostinato.runtime.video.video_sources import FrameSampling, VideoSource
 
@@ -27,6 +35,11 @@ __all__ = ("RequestMedia", "refuse_fields_with_media")
 
 _PARAM = "messages"
 _SAMPLING_PARAM = "media_io_kwargs.video"
+_GRANTS = {
+    MediaKind.image: Grant.images,
+    MediaKind.video: Grant.videos,
+    MediaKind.sound: Grant.audio,
+}
 # Fields that count the prompt's tokens or text -> why they cannot be combined with media.
 _REFUSED = {
     "truncate_prompt_tokens": "such a prompt is not truncated",
@@ -37,7 +50,7 @@ _REFUSED = {
 
 
 class RequestMedia:
-    """The images and videos of a conversation, in the order of the messages and their parts.
+    """The media of a conversation, in the order of the messages and their parts.
 
     Args:
         preparation: the model and the settings.
@@ -51,7 +64,7 @@ class RequestMedia:
             none, there are too many, a video cannot have the frames that the request asks for, or a
             URL is refused.
         FetchNeededError: some must be fetched first.
-        ForkNeededError: this process lacks the grant for images or videos.
+        ForkNeededError: this process lacks the grant for them.
     """
 
     def __init__(
@@ -81,27 +94,25 @@ class RequestMedia:
         missing = {url: one for url, one in wanted.items() if url not in fetched}
         if missing:
             raise FetchNeededError(missing)
-        has_videos = any(isinstance(one, VideoSource) for one in self._sources)
-        preparation.require(Grant.videos if has_videos else Grant.images)
+        kinds = {part.kind for message in messages for part in message.media}
+        preparation.require(max(_GRANTS[kind] for kind in kinds))
 
     def shown(self, conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
         """The messages in the form that a template reads; see `with_media_shown`."""
-        spec = self._preparation.model.images
+        spec = self._preparation.model.media_spec
         return conversation if spec is None else with_media_shown(conversation, template, spec)
 
-    def placed(self, token_ids: list[int]) -> tuple[list[int], list[PromptImage]]:
-        """Decode the images and videos. Returns the prompt with the tokens that stand for them.
+    def placed(self, token_ids: list[int]) -> PlacedMedia:
+        """Decode the media. Returns them, and the prompt with the tokens that stand for them.
 
         Args:
-            token_ids: the prompt with one placeholder token for each image and each video.
+            token_ids: the prompt with one placeholder token for each of them.
 
         Raises:
             InvalidRequestError: one of them is refused, or the prompt has another number of
                 placeholder tokens.
         """
         model = self._preparation.model
-        if model.images is None:
-            return token_ids, []
         media = prepare_media(
             self._sources,
             model,
@@ -110,11 +121,16 @@ class RequestMedia:
             fetched=self._fetched,
             begin=self._begin,
         )
-        return expand_placeholders(token_ids, media, model.images, self._encode, param=_PARAM)
+        return place_media(token_ids, media, model, self._encode, param=_PARAM)
 
-    def _begin(self, name: str, is_video: bool) -> None:
-        begin = self._preparation.begin_video if is_video else self._preparation.begin_image
-        begin(name)
+    def _begin(self, name: str, kind: MediaKind) -> None:
+        preparation = self._preparation
+        begin = {
+            MediaKind.image: preparation.begin_image,
+            MediaKind.video: preparation.begin_video,
+            MediaKind.sound: preparation.begin_sound,
+        }
+        begin[kind](name)
 
     def _encode(self, text: str) -> list[int]:
         return self._preparation.encoder.tokenizer(_PARAM).encode(text, add_special_tokens=False)
@@ -128,7 +144,7 @@ def refuse_fields_with_media(body: ChatCompletionRequest) -> None:
         value = getattr(body, name)
         if value is not None and value is not False:
             raise InvalidRequestError(
-                f"{name} cannot be combined with images and videos: {reason}; leave it out",
+                f"{name} cannot be combined with images, videos and audio: {reason}; leave it out",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -141,6 +157,10 @@ def _sampling(settings: MediaSettings | None) -> FrameSampling:
 
 
 def _source(part: MediaPart, sampling: FrameSampling) -> MediaSource:
-    if isinstance(part, VideoUrlPart):
-        return VideoSource(url=part.url, sampling=sampling)
-    return ImageSource(url=part.url, is_small=part.is_small)
+    match part:
+        case VideoUrlPart():
+            return VideoSource(url=part.url, sampling=sampling)
+        case AudioUrlPart() | InputAudioPart():
+            return SoundSource(url=part.url)
+        case ImageUrlPart() | InputImagePart():
+            return ImageSource(url=part.url, is_small=part.is_small)

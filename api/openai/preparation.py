@@ -65,9 +65,9 @@ def prepare_chat_completion(
 
     Raises:
         InvalidRequestError: the body is not valid, or `check` or `prepare_chat` refuses it.
-        FetchNeededError: images or videos must be fetched first.
-        ForkNeededError: the request has images, videos or a template of its own, and this process
-            lacks the grant for them.
+        FetchNeededError: media must be fetched first.
+        ForkNeededError: the request has media or a template of its own, and this process lacks the
+            grant for them.
     """
     body = preparation.decode(data, arrival, ChatCompletionRequest)
     chat.check(body)
@@ -170,9 +170,9 @@ def prepare_tokenization(preparation: Preparation, data: bytes, arrival: Arrival
     Raises:
         InvalidRequestError: the body is not valid, it does not have exactly one of `prompt` and
             `messages`, or `encode_messages` refuses the messages or the tools.
-        FetchNeededError: images or videos must be fetched first.
-        ForkNeededError: the request has images, videos or a template of its own, and this process
-            lacks the grant for them.
+        FetchNeededError: media must be fetched first.
+        ForkNeededError: the request has media or a template of its own, and this process lacks the
+            grant for them.
     """
     body = preparation.decode(data, arrival, TokenizeRequest)
     tokenizer = preparation.encoder.tokenizer("prompt")

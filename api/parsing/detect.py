@@ -12,7 +12,7 @@ import msgspec
 from ostinato.api.parsing.call_format import CallFormat
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import REASONING, ReasoningMarkers
-from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
+from ostinato.conf.sections.server_schema import ReasoningParserName, ToolParserName
 
 __all__ = ("TemplateTraits", "traits")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.preparation.preparation import Arrival, Grant, PreparationSettings
-from ostinato.runtime.types.audio import PromptAudio
+from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 
@@ -24,12 +24,11 @@ __all__ = (
     "encode_result",
     "read_job",
     "split_result",
-    "with_features",
-    "with_pixels",
+    "with_data",
 )
 
 T = TypeVar("T")
-Input = TypeVar("Input", PromptImage, PromptAudio)
+Input = PromptImage | PromptAudio | PromptSound
 _LENGTH = struct.Struct("<Q")
 
 
@@ -47,7 +46,7 @@ class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
     function: str
     arrival: Arrival  # without `fetched`
     granted: Grant  # `Grant.text`: the fork prepares further requests
-    fetched: list[tuple[str, int]] = []  # URL and size of each fetched image or video
+    fetched: list[tuple[str, int]] = []  # URL and size of each fetched medium
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,10 +62,9 @@ class ForkAnswer(NamedTuple):
     """The first byte of a fork's answer. It says what follows."""
 
     result = b"+"  # JSON; if the function returns bytes, these bytes
-    # The length of the JSON, the JSON without pixels, and the pixels of all images. Equal ones are
-    # there once.
-    images = b"i"
-    audio = b"a"  # the same with the features of all windows of audio instead of pixels
+    # The length of the JSON, the JSON without pixels and features, and these of all media. Equal
+    # ones are there once.
+    media = b"m"
     refusal = b"-"  # a `Refusal`
     own_fork = b"1"  # one byte: the number of the `Grant` that the request needs
     fetch = b"f"  # a JSON object: URL to fetch -> `FetchWanted`
@@ -137,23 +135,16 @@ def encode_result(result: Any) -> bytes:
     """
     if isinstance(result, bytes):
         return ForkAnswer.result + result
-    if isinstance(result, _HasWindows):
-        windows = result.windows
-        audio = [one.audio.without_data() for one in windows]
-        encoded = msgspec.json.encode(_with_audio(result, audio))
-        features = {one.audio.digest: one.audio.features for one in windows}
-        return b"".join([ForkAnswer.audio, _LENGTH.pack(len(encoded)), encoded, *features.values()])
-    images = _images(result)
-    if not images:
+    inputs = _inputs(result)
+    if not inputs:
         return ForkAnswer.result + msgspec.json.encode(result)
-    bare = [image.without_data() for image in images]
-    encoded = msgspec.json.encode(_with_images(result, bare))
-    pixels = {image.digest: image.pixels for image in images}
-    return b"".join([ForkAnswer.images, _LENGTH.pack(len(encoded)), encoded, *pixels.values()])
+    encoded = msgspec.json.encode(_with_inputs(result, [one.without_data() for one in inputs]))
+    data = {one.digest: one.data for one in inputs}
+    return b"".join([ForkAnswer.media, _LENGTH.pack(len(encoded)), encoded, *data.values()])
 
 
 def split_result(view: memoryview) -> tuple[memoryview, memoryview]:
-    """The JSON and the rest of an answer that begins with `ForkAnswer.images` or `.audio`.
+    """The JSON and the rest of an answer that begins with `ForkAnswer.media`.
 
     Args:
         view: the answer without this first byte.
@@ -162,73 +153,63 @@ def split_result(view: memoryview) -> tuple[memoryview, memoryview]:
     return view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
 
 
-async def with_pixels(result: T, pixels: memoryview) -> T:
-    """A copy of a result with the pixels of its images. Other tasks run meanwhile.
+async def with_data(result: T, data: memoryview) -> T:
+    """A copy of a result with the pixels and features of its media. Other tasks run meanwhile.
 
-    The digests are computed again, because a damaged decoder could name those of the images of
+    The digests are computed again, because a damaged decoder could name those of the media of
     others, and embeddings are shared by digest.
 
     Args:
         result: as `encode_result` has encoded it.
-        pixels: the pixels of all images, one after the other. Equal ones are there once.
+        data: the pixels or features of all media, one after the other. Equal ones are there once.
 
     Raises:
         RuntimeError: the answer of the fork contradicts itself.
     """
-    return cast("T", _with_images(result, await _completed(_images(result), pixels)))
-
-
-async def with_features(result: T, features: memoryview) -> T:
-    """A copy of a result with the features of its windows of audio. Other tasks run meanwhile.
-
-    The digests are computed again; see `with_pixels`.
-
-    Args:
-        result: as `encode_result` has encoded it.
-        features: the features of all windows, one after the other. Equal ones are there once.
-
-    Raises:
-        RuntimeError: the answer of the fork contradicts itself.
-    """
-    bare = [window.audio for window in cast("_HasWindows", result).windows]
-    return cast("T", _with_audio(result, await _completed(bare, features)))
-
-
-async def _completed(bare: Sequence[Input], data: memoryview) -> list[Input]:
-    """Images or audio with their data. Equal ones share it."""
     complete: list[Input] = []
     known: dict[bytes, Input] = {}
     begin = 0
-    for one in bare:
+    for one in _inputs(result):
         earlier = known.get(one.digest)
         if earlier is not None and earlier.shape == one.shape:
-            complete.append(cast("Input", one.with_data(earlier.data)))
+            complete.append(one.with_data(earlier.data))
             continue
         end = begin + one.num_bytes
         try:
             own = await asyncio.to_thread(one.with_checked_data, bytes(data[begin:end]))
         except ValueError as error:
             raise RuntimeError("the process that prepares requests sent a wrong digest") from error
-        known[one.digest] = cast("Input", own)
-        complete.append(known[one.digest])
+        known[one.digest] = own
+        complete.append(own)
         begin = end
     if begin != len(data):
         raise RuntimeError("the process that prepares requests sent data of another size")
-    return complete
+    return cast("T", _with_inputs(result, complete))
 
 
-def _with_audio(result: Any, audio: list[PromptAudio]) -> Any:
+def _inputs(result: Any) -> list[Input]:
+    """What the engine encodes for a prepared request."""
+    if isinstance(result, _HasWindows):
+        return [window.audio for window in result.windows]
+    if not isinstance(result, _HasChat):
+        return []
+    generation = result.ready.generation
+    return [*generation.images, *generation.sounds]
+
+
+def _with_inputs(result: Any, inputs: Sequence[Input]) -> Any:
+    """A copy with other `_inputs`."""
     replace = msgspec.structs.replace
-    pairs = zip(result.windows, audio, strict=True)
-    return replace(result, windows=[replace(window, audio=own) for window, own in pairs])
-
-
-def _images(result: Any) -> list[PromptImage]:
-    return result.ready.generation.images if isinstance(result, _HasChat) else []
-
-
-def _with_images(result: Any, images: list[PromptImage]) -> Any:
-    replace = msgspec.structs.replace
+    if isinstance(result, _HasWindows):
+        pairs = zip(result.windows, inputs, strict=True)
+        return replace(
+            cast("Any", result),
+            windows=[replace(cast("Any", one), audio=own) for one, own in pairs],
+        )
     ready = result.ready
-    generation = replace(ready.generation, images=images)
+    generation = replace(
+        ready.generation,
+        images=[one for one in inputs if isinstance(one, PromptImage)],
+        sounds=[one for one in inputs if isinstance(one, PromptSound)],
+    )
     return replace(result, ready=replace(ready, generation=generation))

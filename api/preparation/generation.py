@@ -11,7 +11,7 @@ from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.response_format import constraint_field, constraint_of
 from ostinato.runtime.client.requests import resolve_sampling, truncate
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.audio import PromptAudio
+from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams, ThinkingLimit
@@ -70,6 +70,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prediction_token_ids: list[int] = []  # the client's guess of the answer
     images: list[PromptImage] = []  # in the order of the prompt
     audio: PromptAudio | None = None  # what an encoder-decoder model transcribes
+    sounds: list[PromptSound] = []  # in the order of the prompt
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: float | None = None  # milliseconds after the request's arrival
@@ -225,7 +226,11 @@ def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
 
 def num_media_bytes(generations: Sequence[Generation]) -> int:
     """Bytes of the images, videos and audio of a request. Equal ones count once."""
-    sizes = {image.digest: len(image.data) for one in generations for image in one.images}
+    sizes = {
+        medium.digest: len(medium.data)
+        for one in generations
+        for medium in (*one.images, *one.sounds)
+    }
     sizes |= {one.audio.digest: len(one.audio.data) for one in generations if one.audio is not None}
     return sum(sizes.values())
 

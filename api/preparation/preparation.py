@@ -21,10 +21,11 @@ from ostinato.api.preparation.generation import check_model
 from ostinato.api.preparation.prompt_encoder import PromptEncoder, TextSource
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.generation_fields import GenerationFields
-from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.server_schema import ReasoningParserName, ToolParserName
+from ostinato.conf.sections.video_schema import VideoConfig
+from ostinato.runtime.audio.sound_inputs import max_sound_seconds
 from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.client.requests import bad_words_token_ids
 from ostinato.runtime.errors import InvalidRequestError
@@ -52,7 +53,7 @@ _IMAGE_S = 20.0  # for decoding and resizing one image
 # few hundred other frames are decoded for each.
 _VIDEO_S = 60.0
 _VIDEO_S_PER_FRAME = 1.0
-# For decoding audio and computing its spectrograms: this, and a part for each second of audio. A
+# For decoding one file of audio and computing its spectrograms: this, and a part for each second. A
 # slow processor takes a tenth of the part.
 _AUDIO_S = 20.0
 _AUDIO_S_PER_SECOND = 0.05
@@ -64,7 +65,7 @@ class Grant(IntEnum):
     text = 0  # all that is safe in a process that prepares other requests too
     # The others are for a fork that prepares one request and then ends.
     template = 1  # render the client's template
-    audio = 2
+    audio = 2  # decode audio: that of a form, or sounds
     images = 3
     videos = 4
 
@@ -82,14 +83,14 @@ class ForkNeededError(Exception):
 
 
 class FetchNeededError(Exception):
-    """Images or videos of the request must be fetched before it can be prepared.
+    """Media of the request must be fetched before it can be prepared.
 
     Args:
         wanted: by URL.
     """
 
     def __init__(self, wanted: Mapping[str, FetchWanted]) -> None:
-        super().__init__(f"{len(wanted)} images or videos must be fetched")
+        super().__init__(f"{len(wanted)} media must be fetched")
         self.wanted = dict(wanted)
 
 
@@ -105,8 +106,8 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def media(self) -> MediaLimits:
-        """The limits of images and videos."""
-        return MediaLimits(self.images, self.video)
+        """The limits of images, videos and sounds."""
+        return MediaLimits(self.images, self.video, self.audio)
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +117,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
     stored_messages: msgspec.Raw | None = None
     adapters: tuple[str, ...] = ()  # names of the adapters that were loaded when it arrived
-    fetched: dict[str, bytes] = {}  # URL of an image or video -> the bytes that were fetched
+    fetched: dict[str, bytes] = {}  # URL of a medium -> the bytes that were fetched
     content_type: str = ""  # the header, for a body that is a form; empty = the body is JSON
 
 
@@ -244,6 +245,13 @@ class Preparation:
         self._begin_part(name, most)
 
     def begin_audio(self, name: str) -> None:
-        """Note that decoding audio begins."""
+        """Note that decoding audio that is transcribed begins."""
         most = _AUDIO_S + _AUDIO_S_PER_SECOND * self.settings.audio.max_seconds
         self._begin_part(name, most)
+
+    def begin_sound(self, name: str) -> None:
+        """Note that decoding a sound begins."""
+        spec = self.model.sounds
+        assert spec is not None, "the model takes sounds"
+        seconds = max_sound_seconds(spec, self.settings.audio)
+        self._begin_part(name, _AUDIO_S + _AUDIO_S_PER_SECOND * seconds)

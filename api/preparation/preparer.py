@@ -19,12 +19,12 @@ What a request has is known when its body is decoded, which a fork does. So each
 and ends before it renders or decodes what its grant does not allow. Then the request gets a fork
 with the grant that it needs, in the turns for this grant.
 
-If images or videos must be fetched, the first fork only says which. Then the event loop fetches
+If media must be fetched, the first fork only says which. Then the event loop fetches
 them, and a new fork prepares the request. At most 2 requests with fetched videos are between the
 beginning of the fetch and the end of the preparation, because their videos are in memory meanwhile.
 
-A form has audio and gets a new fork for the same reasons. At most 2 of these forks work at a time
-for forms up to 1 MiB, and 2 for larger ones.
+A request with audio, in a form or in a conversation, gets a new fork for the same reasons. At most
+2 of these forks work at a time for requests up to 1 MiB, and 2 for larger ones.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from ostinato.api.preparation.fork_messages import (
     Refusal,
     encode_job,
     split_result,
-    with_features,
-    with_pixels,
+    with_data,
 )
 from ostinato.api.preparation.preparation import (
     Arrival,
@@ -61,6 +60,7 @@ from ostinato.api.preparation.turns import decoder_in_turns
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.forks.fork_server import ForkServer, JobError
 from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.sandbox import Fault
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Preparer:
     Args:
         source: the model and its tokenizer; set when the engine has started.
         settings: the settings of the server.
-        fetcher: fetches images and videos; None = made when the first of them is fetched.
+        fetcher: fetches media; None = made when the first of them is fetched.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Preparer:
         self._image_turns = asyncio.Semaphore(4)
         self._video_turns = asyncio.Semaphore(2)
         self._audio_turns = asyncio.Semaphore(2)
-        self._short_audio_turns = asyncio.Semaphore(2)  # files up to `_SHORT_AUDIO_BYTES`
+        self._short_audio_turns = asyncio.Semaphore(2)  # requests up to `_SHORT_AUDIO_BYTES`
         self._fetcher = fetcher
         # Requests with videos that are fetched or were fetched. It is taken before the turns.
         self._video_fetches = asyncio.Semaphore(2)
@@ -146,7 +146,7 @@ class Preparer:
 
         Raises:
             InvalidRequestError: `prepare` refuses the request, it takes too much time or memory, or
-                an image or a video cannot be fetched.
+                a medium cannot be fetched.
             UnavailableError: no process could prepare the request.
             RuntimeError: `prepare` raised an unexpected error. The text has its traceback.
         """
@@ -155,10 +155,12 @@ class Preparer:
             return await self._in_forks(prepare, data, arrival, granted)
         except FetchNeededError as error:
             wanted = error.wanted
-        if any(one.is_video for one in wanted.values()):
+        kinds = {one.kind for one in wanted.values()}
+        if MediaKind.video in kinds:
             async with self._video_fetches:
                 return await self._with_fetched(prepare, data, arrival, wanted, Grant.videos)
-        return await self._with_fetched(prepare, data, arrival, wanted, Grant.images)
+        granted = Grant.images if MediaKind.image in kinds else Grant.audio
+        return await self._with_fetched(prepare, data, arrival, wanted, granted)
 
     async def _with_fetched(
         self,
@@ -168,7 +170,7 @@ class Preparer:
         wanted: Mapping[str, FetchWanted],
         granted: Grant,
     ) -> T:
-        """The result of `prepare` with the images and videos that it wants."""
+        """The result of `prepare` with the media that it wants."""
         fetched = await (await self._fetches()).fetch(wanted)
         arrival = msgspec.structs.replace(arrival, fetched=fetched)
         return await self._in_forks(prepare, data, arrival, granted)
@@ -179,11 +181,11 @@ class Preparer:
         """The result of `prepare`, from a fork with the grant, or with a larger one if needed.
 
         Raises:
-            FetchNeededError: images or videos must be fetched first.
+            FetchNeededError: media must be fetched first.
         """
         while True:
             try:
-                async with self._turns_for(granted, _size(data, arrival)):
+                async with self._turns_for(granted, _size(data, arrival) + _fetched(arrival)):
                     return await self._fork(prepare, data, arrival, granted)
             except ForkNeededError as error:
                 if error.needed <= granted:
@@ -193,7 +195,7 @@ class Preparer:
                 granted = error.needed
 
     def _turns_for(self, granted: Grant, size: int) -> asyncio.Semaphore:
-        """The turns of forks with a grant for requests of `size` bytes."""
+        """The turns of forks with a grant for requests of `size` bytes, with what was fetched."""
         match granted:
             case Grant.text:
                 return self._turns
@@ -255,6 +257,11 @@ def _size(data: Body, arrival: Arrival) -> int:
     return len(data) + (0 if stored is None else memoryview(stored).nbytes)
 
 
+def _fetched(arrival: Arrival) -> int:
+    """Bytes of the media that were fetched."""
+    return sum(map(len, arrival.fetched.values()))
+
+
 def _make_fetcher(limits: MediaLimits) -> MediaFetcher:
     from ostinato.runtime.media.fetch_media import MediaFetcher
 
@@ -265,7 +272,7 @@ def _raise_for(error: JobError, *, is_last: bool) -> None:
     """Raise an error for the client. Returns if the job is to be tried again."""
     if error.reason.fault is Fault.job:
         part = error.part or "the body"
-        # The name of an image or a video begins with that of its field.
+        # The name of a medium begins with that of its field.
         param = None if part == "the body" else part.partition(":")[0]
         raise InvalidRequestError(
             f"{part} takes {error.reason.text}; make it simpler or shorter",
@@ -285,12 +292,9 @@ async def _read_answer(prepare: Prepare[T], answer: bytes | bytearray) -> T:
     kind, view = answer[:1], memoryview(answer)[1:]
     if kind == ForkAnswer.result:
         return await _decoder(prepare)(view)
-    if kind == ForkAnswer.images:
-        encoded, pixels = split_result(view)
-        return await with_pixels(await _decoder(prepare)(encoded), pixels)
-    if kind == ForkAnswer.audio:
-        encoded, features = split_result(view)
-        return await with_features(await _decoder(prepare)(encoded), features)
+    if kind == ForkAnswer.media:
+        encoded, content = split_result(view)
+        return await with_data(await _decoder(prepare)(encoded), content)
     if kind == ForkAnswer.refusal:
         refusal = msgspec.json.decode(view, type=Refusal)
         raise InvalidRequestError(

@@ -159,8 +159,9 @@ def refusal(
 def _media_parts(schema: Any) -> str:
     """The parts of a message that are not text."""
     image = "an image (docs/images.md)"
-    takes_videos = getattr(schema, "takes_videos", False)
-    return f"{image} or a video (docs/video.md)" if takes_videos else image
+    if not getattr(schema, "takes_all_media", False):
+        return image
+    return f"{image}, a video (docs/video.md) or audio (docs/audio.md)"
 
 
 def _wrong_key(body: Any, path: str) -> str:

@@ -68,7 +68,7 @@ class ChatCompletionRequest(
     """`POST /v1/chat/completions`."""
 
     has_template_fields: ClassVar[bool] = True  # the chat template gets unknown keys
-    takes_videos: ClassVar[bool] = True
+    takes_all_media: ClassVar[bool] = True
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: int | None = None  # the newer name of max_tokens

@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
-from ostinato.api.schemas.media_parts import ImageUrlPart, InputImagePart, VideoUrlPart
+from ostinato.api.schemas.media_parts import (
+    AudioUrlPart,
+    ImageUrlPart,
+    InputAudioPart,
+    InputImagePart,
+    VideoUrlPart,
+)
 
 __all__ = (
     "AllowedTools",
@@ -43,7 +49,7 @@ Role = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-MediaPart = ImageUrlPart | InputImagePart | VideoUrlPart
+MediaPart = ImageUrlPart | InputImagePart | VideoUrlPart | AudioUrlPart | InputAudioPart
 
 
 class TextPart(
@@ -66,7 +72,7 @@ class RefusalPart(
         return self.refusal
 
 
-ContentPart = TextPart | RefusalPart | ImageUrlPart | InputImagePart | VideoUrlPart
+ContentPart = TextPart | RefusalPart | MediaPart
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +130,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def media(self) -> list[MediaPart]:
-        """The images and videos of the content, in its order."""
+        """The images, videos and audio of the content, in its order."""
         if self.content is None or isinstance(self.content, str):
             return []
         return [part for part in self.content if isinstance(part, MediaPart)]

@@ -1,17 +1,22 @@
-"""The parts of a message that are images or videos, and the frames that a request asks for."""
+"""The parts of a message that are images, videos or audio, and the frames of videos."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
+from ostinato.runtime.media_files.media_kinds import MediaKind
 
 __all__ = (
+    "AudioUrl",
+    "AudioUrlPart",
     "ImageDetail",
     "ImageUrl",
     "ImageUrlPart",
+    "InputAudio",
+    "InputAudioPart",
     "InputImagePart",
     "MediaSettings",
     "VideoFrames",
@@ -21,6 +26,10 @@ __all__ = (
 
 # `auto` and `high` are the size that the model's checkpoint states. docs/images.md defines `low`.
 ImageDetail = Literal["auto", "low", "high"]
+# Names of the formats in docs/audio.md. They have no effect, because the bytes show the format.
+AudioFormat = Literal[
+    "aac", "flac", "m4a", "mp3", "mp4", "mpeg", "mpga", "oga", "ogg", "opus", "wav", "webm"
+]
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,14 +43,15 @@ class VideoUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _MediaPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # A name that the client gives to the image or video. It has no effect, because caches compare
-    # pixels.
+    # A name that the client gives to the medium. It has no effect, because caches compare pixels
+    # and features.
     uuid: str | None = None
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class _ImagePart(_MediaPart, frozen=True, kw_only=True):
+    kind: ClassVar[MediaKind] = MediaKind.image
     image_url: str | ImageUrl
 
     @property
@@ -73,11 +83,43 @@ class InputImagePart(_ImagePart, frozen=True, kw_only=True, tag_field="type", ta
 class VideoUrlPart(_MediaPart, frozen=True, kw_only=True, tag_field="type", tag="video_url"):
     """A video, as in vLLM's chat completions."""
 
+    kind: ClassVar[MediaKind] = MediaKind.video
     video_url: str | VideoUrl
 
     @property
     def url(self) -> str:
         return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+
+class AudioUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str  # data:audio/wav;base64,DATA, or a URL whose host is in `images.domains`
+
+
+class AudioUrlPart(_MediaPart, frozen=True, kw_only=True, tag_field="type", tag="audio_url"):
+    """Audio, as in vLLM's chat completions."""
+
+    kind: ClassVar[MediaKind] = MediaKind.sound
+    audio_url: str | AudioUrl
+
+    @property
+    def url(self) -> str:
+        return self.audio_url if isinstance(self.audio_url, str) else self.audio_url.url
+
+
+class InputAudio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    data: str  # a file in base64
+    format: AudioFormat | None = None
+
+
+class InputAudioPart(_MediaPart, frozen=True, kw_only=True, tag_field="type", tag="input_audio"):
+    """Audio, as in OpenAI's chat completions."""
+
+    kind: ClassVar[MediaKind] = MediaKind.sound
+    input_audio: InputAudio
+
+    @property
+    def url(self) -> str:
+        return f"data:audio/{self.input_audio.format or 'wav'};base64,{self.input_audio.data}"
 
 
 class VideoFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

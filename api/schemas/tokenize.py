@@ -21,7 +21,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`POST /tokenize`: either `prompt` or `messages`."""
 
     has_template_fields: ClassVar[bool] = True  # the chat template gets unknown keys
-    takes_videos: ClassVar[bool] = True
+    takes_all_media: ClassVar[bool] = True
 
     model: str | None = None
     prompt: str | None = None

@@ -69,7 +69,7 @@ def begin(first: bytes) -> Job:
         preload_images()
         if start.model.images.video is not None:
             preload_videos()
-    if start.model.audio is not None:
+    if start.model.audio is not None or start.model.sounds is not None:
         preload_audio()
 
     def prepare(job: bytes, begin_part: BeginPart) -> bytes:

@@ -126,7 +126,7 @@ class LiveApp:
             config.video,
         )
         self._app = create_app(self._service)
-        if self._client.model.audio is not None:
+        if self._client.model.audio is not None or self._client.model.sounds is not None:
             require_av()
         self._service.preparer.start()
         self._service.admission.phase = None

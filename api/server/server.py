@@ -29,7 +29,7 @@ from ostinato.api.http.api_keys import with_keys
 from ostinato.api.observability.trace_recorder import TraceRecorder
 from ostinato.api.server.heap_memory import return_free_memory, return_large_blocks
 from ostinato.conf.root import RunConfig
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.early.early_engine import EarlyEngine
@@ -218,7 +218,7 @@ class _Server:
         gc.enable()
         await self._client.wait_until_ready(self._on_phase)
         gc.freeze()
-        if self._client.model.audio is not None:
+        if self._client.model.audio is not None or self._client.model.sounds is not None:
             require_av()
         self._service.admission.phase = None
         seconds = time.monotonic() - self._began

@@ -10,7 +10,7 @@ from typing import Protocol
 from ostinato.api.base.errors import OverloadedError, UnavailableError
 from ostinato.api.service import health
 from ostinato.api.service.health import EngineSigns
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import EngineStats
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ostinato.api.base.errors import UnavailableError
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 
 __all__ = ("EngineSigns", "death", "engine_problem", "liveness_problem", "unreadiness")
 

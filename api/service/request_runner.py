@@ -220,10 +220,10 @@ class RequestRunner:
                 digest = "" if context.adapter is None else context.adapter.digest
                 for prompt_index, num_tokens in stats.num_tokens():
                     one = generations[prompt_index]
-                    # Only equal adapters, images and audio share prefixes.
-                    images = "".join(image.cache_key.hex() for image in one.images)
+                    # Only equal adapters, media and audio share prefixes.
+                    media = "".join(each.cache_key.hex() for each in (*one.images, *one.sounds))
                     audio = "" if one.audio is None else one.audio.digest.hex()
-                    salt = one.cache_salt + digest + images + audio
+                    salt = one.cache_salt + digest + media + audio
                     self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, salt)
 
     async def probe(
@@ -367,6 +367,7 @@ def _arguments(one: Generation, context: RequestContext, share: RequestShare) ->
             one.prediction_token_ids,
             one.images,
             one.audio,
+            one.sounds,
         ),
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }

@@ -16,12 +16,12 @@ from ostinato.api.service.background import BackgroundReplies
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
-from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
+from ostinato.conf.sections.server_schema import ServerConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.types.adapters import ServedAdapter

@@ -20,9 +20,9 @@ from ostinato.benchmarks.report.record import (
     write_record,
 )
 from ostinato.benchmarks.report.tables import print_record
-from ostinato.conf.bench_schema import BenchKind
 from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.root import RunConfig
+from ostinato.conf.sections.bench_schema import BenchKind
 
 __all__ = ("bench", "finish", "measure_kind")
 

@@ -27,8 +27,8 @@ from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
 from ostinato.benchmarks.workload.workload import Part
-from ostinato.conf.bench_schema import PromptFormat, RequestEndpoint, WorkloadKind
 from ostinato.conf.root import RunConfig
+from ostinato.conf.sections.bench_schema import PromptFormat, RequestEndpoint, WorkloadKind
 
 __all__ = ("LoadRunner", "first_shift", "merge_runs", "serve", "workload_of")
 

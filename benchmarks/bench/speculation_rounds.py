@@ -33,7 +33,7 @@ from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
 from ostinato.benchmarks.workload.workload import WorkItem
 from ostinato.conf.root import RunConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationMethod
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
 from ostinato.runtime.types.params import SamplingParams

@@ -26,8 +26,13 @@ from ostinato.benchmarks.load.serving_metrics import (
 from ostinato.benchmarks.report.record import Point
 from ostinato.benchmarks.workload.arrivals import LoadPoint, arrival_times
 from ostinato.benchmarks.workload.workload import Part
-from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint, SloSection
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.sections.bench_schema import (
+    LoadSection,
+    PromptFormat,
+    RequestEndpoint,
+    SloSection,
+)
 from ostinato.runtime.errors import EngineError
 
 __all__ = ("Target", "find_target", "make_job", "measure_point", "run_client", "to_point")

@@ -17,7 +17,7 @@ from typing import Any
 from ostinato.benchmarks.load.job import LoadReport, RequestTimes
 from ostinato.benchmarks.report.record import Metric
 from ostinato.benchmarks.report.statistics import percentile, summary
-from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.sections.bench_schema import SloSection
 
 __all__ = ("client_warnings", "failures", "itl_histogram", "load_metrics", "meets", "request_rows")
 

@@ -40,11 +40,11 @@ from ostinato.benchmarks.simulate.specs import engine_spec, save_costs, without_
 from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.workload import Part
-from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
 from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.conf.tuning_schema import SimulateSection
+from ostinato.conf.sections.bench_schema import LoadSection, PromptFormat, RequestEndpoint
+from ostinato.conf.sections.tuning_schema import SimulateSection
 
 __all__ = ("simulate", "simulated_job", "simulated_record")
 

@@ -10,7 +10,7 @@ from ostinato.benchmarks.report.record import Metric
 from ostinato.benchmarks.report.statistics import percentile
 from ostinato.benchmarks.simulate.results import SimulationResults
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
-from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.sections.bench_schema import SloSection
 
 __all__ = ("predicted_metrics",)
 

@@ -21,7 +21,7 @@ from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
-from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
+from ostinato.conf.sections.speculation_schema import NO_DRAFTS
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.registry import build_model
 from ostinato.models.sharding import shard_of_rank

@@ -55,7 +55,7 @@ from ostinato.benchmarks.workload.model_facts import model_facts
 from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationMethod
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.machine_info import cpu_name

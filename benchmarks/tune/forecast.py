@@ -12,9 +12,9 @@ from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.benchmarks.tune.goals import ServingMetrics
 from ostinato.benchmarks.tune.space import Variant
-from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.conf.sections.bench_schema import SloSection
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Self
 
 from ostinato.benchmarks.report.record import Metric
-from ostinato.conf.bench_schema import SloSection
-from ostinato.conf.tuning_schema import TuneObjective
+from ostinato.conf.sections.bench_schema import SloSection
+from ostinato.conf.sections.tuning_schema import TuneObjective
 
 __all__ = ("Goals", "ServingMetrics")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from ostinato.benchmarks.tune.goals import Goals
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationMethod
 
 __all__ = ("Space", "Value", "Variant", "apply_values", "is_alike", "searched_keys", "value_of")
 

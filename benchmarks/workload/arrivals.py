@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ostinato.conf.bench_schema import LoadSection, Ramp
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.sections.bench_schema import LoadSection, Ramp
 
 __all__ = ("LoadPoint", "arrival_times", "load_points", "rate_at")
 

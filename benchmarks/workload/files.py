@@ -24,9 +24,9 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
 
 from ostinato.benchmarks.workload.workload import Part, WorkItem
-from ostinato.conf.bench_schema import WorkloadSection
 from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.sections.bench_schema import WorkloadSection
 
 __all__ = ("MOONCAKE_BLOCK", "sharegpt_part", "trace_part")
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ostinato.benchmarks.workload.files import sharegpt_part, trace_part
 from ostinato.benchmarks.workload.synthetic import conversations_part, prefix_part, random_part
 from ostinato.benchmarks.workload.workload import Part, WorkItem, load_tokens, standard_workload
-from ostinato.conf.bench_schema import WorkloadKind, WorkloadSection
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.sections.bench_schema import WorkloadKind, WorkloadSection
 
 __all__ = ("fit_parts", "one_part", "read_parts")
 

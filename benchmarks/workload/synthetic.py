@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from ostinato.benchmarks.workload.workload import Part, WorkItem
-from ostinato.conf.bench_schema import WorkloadSection
+from ostinato.conf.sections.bench_schema import WorkloadSection
 
 __all__ = ("conversations_part", "prefix_part", "random_part")
 

@@ -33,7 +33,7 @@ from ostinato.conf.arguments.media_arguments import MEDIA_REFUSED, MEDIA_SETTING
 from ostinato.conf.arguments.speculative_config import speculation_settings
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
+from ostinato.conf.sections.server_schema import ReasoningParserName, ToolParserName
 
 __all__ = (
     "ARGUMENTS",

@@ -1,4 +1,4 @@
-"""Converts vLLM's arguments of media to the settings of the sections `images` and `video`."""
+"""Converts vLLM's arguments of media to the settings of `images`, `video` and `audio`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ __all__ = ("MEDIA_REFUSED", "MEDIA_SETTINGS")
 _MAX_PER_REQUEST = "images.max_per_request"
 _MAX_RESIZED_PIXELS = "images.max_resized_pixels"
 _MAX_VIDEOS = "video.max_per_request"
+_MAX_SOUNDS = "audio.max_per_request"
 _MAX_FRAMES = "video.max_frames"
 _FPS = "video.fps"
 _NO_PREPARED_CACHE = (
@@ -47,11 +48,11 @@ _LIMIT_FORM = 'it must be JSON such as {"image": 4}'
 _FRAMES_FORM = 'it must be JSON such as {"video": {"num_frames": 32, "fps": 2}}'
 _ALL = 768  # the largest value of `video.max_frames`
 _FRAMES = {"num_frames": _MAX_FRAMES, "fps": _FPS}
-_MOST = {"image": _MAX_PER_REQUEST, "video": _MAX_VIDEOS}
+_MOST = {"image": _MAX_PER_REQUEST, "video": _MAX_VIDEOS, "audio": _MAX_SOUNDS}
 
 
 def _most_of_each(value: object) -> Mapping[str, object]:
-    """`limit_mm_per_prompt`: the most images and videos of a request. That of audio must be 0.
+    """`limit_mm_per_prompt`: the most images, videos and sounds of a request.
 
     The older form `image=4` is read too.
     """
@@ -67,7 +68,7 @@ def _most_of_each(value: object) -> Mapping[str, object]:
             settings[_MOST[medium]] = int(text)
         elif int(text):
             raise ValueError(
-                f"{medium} is not supported, only image and video; leave it out or give 0"
+                f"{medium} is not supported, only image, video and audio; leave it out or give 0"
             )
     if settings.get(_MAX_PER_REQUEST) == 0 and settings.get(_MAX_VIDEOS):
         raise ValueError(
@@ -87,7 +88,7 @@ def _limits(value: object) -> Mapping[str, object]:
 
 
 def _media_unless_disabled(value: object) -> Mapping[str, object]:
-    """`language_model_only`: with true, requests with images or videos are refused."""
+    """`language_model_only`: with true, requests with media are refused."""
     word = str(value).strip().lower()
     if word not in ("true", "false"):
         raise ValueError("it must be true or false")

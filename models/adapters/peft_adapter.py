@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.conf.lora.lora_schema import LoraConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_config import AdapterConfig, read_adapter_config
 from ostinato.models.adapters.adapter_files import (
     AdapterError,

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.models.audio.languages import LANGUAGES
-from ostinato.models.vision.processor_fields import ProcessorFields, read_processor_fields
+from ostinato.models.audio.mel_fields import read_mel_spec
 
 __all__ = ("read_audio_spec",)
 
@@ -21,26 +23,7 @@ __all__ = ("read_audio_spec",)
 HFConfig = Mapping[str, Any]
 TokenId = Callable[[str], int | None]
 
-_KIND = "WhisperFeatureExtractor"
-_DEFAULTS = {
-    "feature_size": 80,
-    "sampling_rate": 16000,
-    "hop_length": 160,
-    "chunk_length": 30,
-    "n_fft": 400,
-    "padding_value": 0.0,
-    "padding_side": "right",
-    "dither": 0.0,
-}
-_KNOWN = {
-    *_DEFAULTS,
-    *("feature_extractor_type", "processor_class", "auto_map"),
-    # The keys below change no spectrogram. The class computes the first three from other keys.
-    *("mel_filters", "n_samples", "nb_max_frames"),
-    *("return_attention_mask", "return_tensors", "do_normalize", "device"),
-}
 _ENGLISH_VOCABULARY = 51864  # tokens of the English checkpoints; all others have more
-_CONVOLUTIONS = 2  # frames of the spectrogram for one state of the encoder
 
 
 def read_audio_spec(
@@ -68,18 +51,17 @@ def read_audio_spec(
             names the file, the key and the value.
     """
     tokens = _Tokens(hf_config, generation_config or {}, token_id)
-    fields = _read_extractor(path)
-    window_s, rate, hop_size = _read_window(fields, hf_config)
+    num_states = _positive(hf_config, "max_source_positions", 1500)
+    mel = read_mel_spec(
+        path,
+        num_positions=num_states,
+        num_bins=_positive(hf_config, "num_mel_bins", 80),
+    )
     first_timestamp_id = tokens.required("no_timestamps_token_id", "<|notimestamps|>") + 1
-    num_states = window_s * rate // hop_size // _CONVOLUTIONS
     tokens.check_timestamps(first_timestamp_id, num_states)
     languages, tasks = tokens.languages_and_tasks()
     return AudioSpec(
-        sampling_rate=rate,
-        num_bins=_read_bins(fields, hf_config),
-        fft_size=_read_fft_size(fields, window_s * rate),
-        hop_size=hop_size,
-        window_s=window_s,
+        **msgspec.structs.asdict(mel),
         start_id=tokens.required("decoder_start_token_id", "<|startoftranscript|>"),
         end_id=tokens.required("eos_token_id", "<|endoftext|>"),
         no_timestamps_id=first_timestamp_id - 1,
@@ -89,67 +71,11 @@ def read_audio_spec(
         translate_id=tasks.get("translate"),
         start_of_previous_id=tokens.optional("prev_sot_token_id", "<|startofprev|>"),
         no_speech_id=tokens.named("<|nospeech|>", "<|nocaptions|>"),
-        timestamp_step_s=window_s / num_states,
+        timestamp_step_s=mel.window_s / num_states,
         max_initial_timestamp=tokens.max_initial_timestamp(),
         suppressed=tokens.listed("suppress_tokens"),
         suppressed_first=tokens.listed("begin_suppress_tokens"),
     )
-
-
-def _read_extractor(path: Path) -> ProcessorFields:
-    """The fields of the feature extractor, of which those with one supported value are checked."""
-    source, stated = read_processor_fields(
-        path, "feature_extractor", medium="audio", auto_class="AutoFeatureExtractor"
-    )
-    fields = ProcessorFields(source=source, stated=stated, defaults=_DEFAULTS, medium="audio")
-    name = fields.get("feature_extractor_type")
-    if name is None and "AutoFeatureExtractor" in (fields.get("auto_map") or {}):
-        raise fields.refusal(
-            "auto_map",
-            f"code of the checkpoint is not run; set feature_extractor_type={_KIND}",
-        )
-    if name not in (None, _KIND):
-        raise fields.refusal("feature_extractor_type", f"supported: {_KIND}")
-    fields.refuse_unknown(_KNOWN)
-    for key in ("padding_value", "dither"):
-        if type(fields.get(key)) not in (int, float) or fields.get(key) != 0:
-            raise fields.refusal(key, "it must be 0")
-    if fields.get("padding_side") != "right":
-        raise fields.refusal("padding_side", 'it must be "right"')
-    return fields
-
-
-def _read_window(fields: ProcessorFields, hf_config: HFConfig) -> tuple[int, int, int]:
-    """Seconds of a window, sampling rate, and samples between frames."""
-    window_s, rate = fields.integer("chunk_length"), fields.integer("sampling_rate")
-    hop_size = fields.integer("hop_length")
-    num_frames = window_s * rate // hop_size
-    num_states = _positive(hf_config, "max_source_positions", 1500)
-    if num_frames != _CONVOLUTIONS * num_states:
-        raise ValueError(
-            f"{fields.source}: chunk_length={window_s}, sampling_rate={rate} and hop_length="
-            f"{hop_size} give {num_frames} frames, which must be {_CONVOLUTIONS} times config.json:"
-            f" max_source_positions={num_states}"
-        )
-    return window_s, rate, hop_size
-
-
-def _read_bins(fields: ProcessorFields, hf_config: HFConfig) -> int:
-    num_bins, of_model = fields.integer("feature_size"), _positive(hf_config, "num_mel_bins", 80)
-    if num_bins != of_model:
-        raise fields.refusal(
-            "feature_size", f"it must be that of config.json: num_mel_bins={of_model}"
-        )
-    return num_bins
-
-
-def _read_fft_size(fields: ProcessorFields, num_samples: int) -> int:
-    fft_size = fields.integer("n_fft")
-    if fft_size % 2 or fft_size > num_samples:
-        raise fields.refusal(
-            "n_fft", f"it must be even, and at most {num_samples}, the samples of a window"
-        )
-    return fft_size
 
 
 class _Tokens:

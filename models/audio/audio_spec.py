@@ -1,4 +1,4 @@
-"""How a model takes audio.
+"""How a model takes audio that it transcribes.
 
 The process that prepares a request decodes the audio, cuts it into windows and computes a log-mel
 spectrogram of each window (runtime/audio). The engine computes the states of the encoder, and the
@@ -7,26 +7,21 @@ keys and values of cross attention. This module imports no torch.
 
 from __future__ import annotations
 
-import msgspec
+from ostinato.models.audio.mel_spec import MelSpec
 
 __all__ = ("AudioSpec",)
 
 
-class AudioSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model takes audio (Whisper, arXiv:2212.04356): spectrograms, and tokens of prompts."""
+class AudioSpec(MelSpec, frozen=True, kw_only=True):
+    """How Whisper (arXiv:2212.04356) takes audio: spectrograms, and tokens of prompts."""
 
-    sampling_rate: int  # Hz
-    num_bins: int  # mel bins
-    fft_size: int  # samples
-    hop_size: int  # samples between frames
-    window_s: int  # seconds of one window; shorter audio is padded with silence
     start_id: int  # <|startoftranscript|>
     end_id: int  # <|endoftext|>
     no_timestamps_id: int  # <|notimestamps|>
     first_timestamp_id: int  # <|0.00|>; later timestamps have the ids after it
     # Language code (such as "en") -> token. Empty = an English model, whose prompts have neither a
     # language nor a task.
-    languages: dict[str, int] = {}
+    languages: dict[str, int] = {}  # noqa: RUF012 - never changed
     transcribe_id: int | None = None  # the task of writing the spoken language; None without tasks
     translate_id: int | None = None  # the task of writing English
     start_of_previous_id: int | None = None  # <|startofprev|>; None = prompts have no earlier text
@@ -36,8 +31,3 @@ class AudioSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_initial_timestamp: int | None = None
     suppressed: tuple[int, ...] = ()  # tokens that are never written
     suppressed_first: tuple[int, ...] = ()  # tokens that are not written first
-
-    @property
-    def num_frames(self) -> int:
-        """Frames of the spectrogram of one window."""
-        return self.window_s * self.sampling_rate // self.hop_size

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.models.audio.sound_spec import FRAMES_OF_STATE
 from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm
@@ -70,22 +71,48 @@ class AudioTower(nn.Module):
                 f"a spectrogram of shape {list(features.shape)} was given to an encoder that takes "
                 f"{list(wanted)}"
             )
+        hidden = yield from self.compute_states(features, self.config.num_positions, rows_per_unit)
+        return self.final_norm(hidden)
+
+    def compute_states(
+        self, features: Tensor, num_states: int, rows_per_unit: int
+    ) -> Generator[None, None, Tensor]:
+        """Compute the first states of a window, before the last norm, in units.
+
+        The states see each other, and no later ones.
+
+        Args:
+            features: [num_bins, T] float32. T is at least 2 * num_states. The last state reads
+                frame 2 * num_states too, which is zero if T is less.
+            num_states: at most num_positions.
+            rows_per_unit: positions of a unit.
+
+        Returns:
+            [num_states, hidden_size] in the tower's dtype.
+        """
         frames = features.T.to(self.position_embedding.dtype)
-        hidden = yield from self._convolve(self.conv1, frames, 1, 2 * rows_per_unit)
-        hidden = yield from self._convolve(self.conv2, hidden, 2, rows_per_unit)
-        hidden = hidden + self.position_embedding
+        num_frames = FRAMES_OF_STATE * num_states
+        frames = yield from _convolve(self.conv1, frames, 1, num_frames, 2 * rows_per_unit)
+        hidden = yield from _convolve(
+            self.conv2, frames, FRAMES_OF_STATE, num_states, rows_per_unit
+        )
+        hidden = hidden + self.position_embedding[:num_states]
         for block in self.blocks:
             assert isinstance(block, TowerBlock), "the list has blocks only"
             yield from run_block(block, hidden, None, rows_per_unit)
-        return self.final_norm(hidden)
+        return hidden
 
-    def _convolve(
-        self, convolution: _Convolution, frames: Tensor, stride: int, rows_per_unit: int
-    ) -> Generator[None, None, Tensor]:
-        """[T, in] -> [T / stride, out] with the activation; frames outside of [0, T) are zero."""
-        taps = F.pad(frames, (0, 0, 1, 1)).unfold(0, _TAPS, stride)  # [T / stride, in, 3]
-        parts: list[Tensor] = []
-        for rows in units(len(taps), rows_per_unit):
-            parts.append(activate(convolution(taps[rows].flatten(1)), self.config.activation))
-            yield
-        return torch.cat(parts)
+
+def _convolve(
+    convolution: _Convolution, frames: Tensor, stride: int, num_results: int, rows_per_unit: int
+) -> Generator[None, None, Tensor]:
+    """[T, in] -> [num_results, out] after GELU, for every `stride`th frame.
+
+    Frames outside of [0, T) are zero.
+    """
+    taps = F.pad(frames, (0, 0, 1, 1)).unfold(0, _TAPS, stride)[:num_results]  # [.., in, 3]
+    parts: list[Tensor] = []
+    for rows in units(num_results, rows_per_unit):
+        parts.append(activate(convolution(taps[rows].flatten(1)), "gelu"))
+        yield
+    return torch.cat(parts)

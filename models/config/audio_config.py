@@ -1,10 +1,10 @@
-"""The hyperparameters of an audio encoder (Whisper, arXiv:2212.04356)."""
+"""The hyperparameters of an audio encoder (Whisper, arXiv:2212.04356) and of what follows it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ("AudioEncoderConfig",)
+__all__ = ("AudioEncoderConfig", "SoundConfig")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +30,15 @@ class AudioEncoderConfig:
     def num_frames(self) -> int:
         """Frames of the spectrogram of a window."""
         return 2 * self.num_positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoundConfig:
+    """What turns sounds into embeddings: an encoder, the mean of states, and a projector."""
+
+    encoder: AudioEncoderConfig
+    output_size: int  # the hidden size of the decoder
+    states_of_embedding: int = 2  # states of the encoder whose mean gives one embedding
+    has_hidden_layer: bool = False  # the projector has two layers with an activation between them
+    projector_activation: str = "gelu"
+    projector_bias: bool = True

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ostinato.conf.cache.cache_schema import CacheDType
 from ostinato.conf.schema import DType
-from ostinato.models.config.audio_config import AudioEncoderConfig
+from ostinato.conf.sections.cache_schema import CacheDType
+from ostinato.models.config.audio_config import AudioEncoderConfig, SoundConfig
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.head_spec import HeadSpec, NextTokenSpec
 from ostinato.models.config.hf_source import HFModelSource
@@ -103,6 +103,7 @@ class ModelConfig:
     has_recorded_experts: bool = False  # the model is recorded and has experts
     vision: VisionConfig | None = None  # the tower of a model that takes images
     audio: AudioEncoderConfig | None = None  # the encoder that cross attention reads
+    sound: SoundConfig | None = None  # what computes the embeddings of sounds
     # For each pair of rotated elements, the axis of its position: 0 = time, 1 = row, 2 = column
     # (M-RoPE, arXiv:2409.12191). Empty = a token has one position.
     rope_axes: tuple[int, ...] = ()

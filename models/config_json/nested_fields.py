@@ -1,4 +1,4 @@
-"""Reads the config.json of a model that takes images: the object with its decoder's keys."""
+"""Reads the config.json of a model of images or sounds: the object with its decoder's keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECTIONS, _INTERLEAVED = "mrope_section", "mrope_interleaved"
 def read_text_config(
     hf_config: HFConfig, defaults: HFConfig, *, is_tied: bool | None = None
 ) -> dict[str, Any]:
-    """The keys of the decoder, as in the config.json of a model without a vision tower.
+    """The keys of the decoder, as in the config.json of a model of texts alone.
 
     Args:
         hf_config: the parsed config.json. The keys of the decoder are in `text_config`. Older files

@@ -1,4 +1,4 @@
-"""The decoder's keys that the config.json of a model with images may leave out.
+"""The decoder's keys that the config.json of a model with images or sounds may leave out.
 
 The values are those of the config classes in transformers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ("LLAVA_TEXTS", "QWEN2_VL_TEXT", "QWEN3_VL_MOE_TEXT", "QWEN3_VL_TEXT")
+__all__ = ("LLAVA_TEXTS", "QWEN2_TEXT", "QWEN2_VL_TEXT", "QWEN3_VL_MOE_TEXT", "QWEN3_VL_TEXT")
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -19,7 +19,7 @@ _LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_QWEN: dict[str, Any] = {
+QWEN2_TEXT: dict[str, Any] = {
     **_LLAMA,
     "vocab_size": 151_936,
     "intermediate_size": 22_016,
@@ -36,8 +36,8 @@ LLAVA_TEXTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
     },
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen2": QWEN2_TEXT,
+    "qwen3": {**QWEN2_TEXT, "head_dim": 128},
 }
 """`model_type` of the decoder of a LLaVA -> its defaults."""
 

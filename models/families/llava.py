@@ -15,7 +15,7 @@ from ostinato.models.families.mistral import MistralForCausalLM
 from ostinato.models.families.qwen2 import Qwen2ForCausalLM
 from ostinato.models.families.qwen3 import Qwen3ForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
-from ostinato.models.step_tensors import ImageTensors
+from ostinato.models.step_tensors import MediaTensors
 
 __all__ = ("LlavaForConditionalGeneration",)
 
@@ -35,7 +35,7 @@ _UNUSED = (r"post_layernorm\.", r"head\.", r"embeddings\.position_ids$")
 class LlavaForConditionalGeneration(Decoder):
     """A decoder whose image tokens have the projected states of a vision tower."""
 
-    step_tensors = ImageTensors
+    step_tensors = MediaTensors
     checkpoint_layout = replace(
         _BASE,
         prefixes=("language_model.model.", "model.", "language_model.", "model."),

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.types.audio import PromptAudio, audio_digest
 
 if TYPE_CHECKING:  # the API process imports this module, and NumPy in its forks only
     from numpy.typing import NDArray
 
-    from ostinato.runtime.audio.decode_audio import DecodedAudio
+    from ostinato.runtime.audio.decode_audio import AudioLimits, DecodedAudio
 
 __all__ = (
+    "CODE_BYTES",
     "AudioWindow",
     "PreparedAudio",
     "max_audio_bytes",
     "max_audio_memory",
+    "package_is_there",
     "preload_audio",
     "prepare_audio",
     "prepare_samples",
+    "read_audio_file",
 )
 
-_CODE_BYTES = 64 << 20  # FFmpeg's buffers, and arrays of one window
+CODE_BYTES = 64 << 20
+"""Bytes of FFmpeg's buffers, and of arrays of one window."""
 
 
 class AudioWindow(msgspec.Struct, frozen=True):
@@ -66,7 +74,7 @@ def max_audio_memory(spec: AudioSpec, config: AudioConfig) -> int:
     # The cuts lie in the last second of a window.
     num_windows = int(config.max_seconds / max(0.5, spec.window_s - 1)) + 1
     features = 4 * spec.num_bins * spec.num_frames
-    return _CODE_BYTES + 8 * samples + num_windows * features
+    return CODE_BYTES + 8 * samples + num_windows * features
 
 
 def prepare_audio(
@@ -84,10 +92,9 @@ def prepare_audio(
         InvalidRequestError: the code is `audio_too_large`, `audio_too_long` or `invalid_audio`.
         StartupError: PyAV is not installed.
     """
-    from ostinato.runtime.audio.decode_audio import AudioLimits, decode_audio
+    from ostinato.runtime.audio.decode_audio import decode_audio
 
-    limits = AudioLimits(max_bytes=max_audio_bytes(config), max_seconds=config.max_seconds)
-    return _windows(decode_audio(data, spec.sampling_rate, limits, param=param), spec)
+    return _windows(decode_audio(data, spec.sampling_rate, _limits(config), param=param), spec)
 
 
 def prepare_samples(
@@ -114,10 +121,16 @@ def prepare_samples(
     """
     from ostinato.runtime.audio.decode_audio import mix_samples
 
+    limits = _limits(config)
     return _windows(
-        mix_samples(samples, sampling_rate, spec.sampling_rate, config.max_seconds, param=param),
-        spec,
+        mix_samples(samples, sampling_rate, spec.sampling_rate, limits, param=param), spec
     )
+
+
+def _limits(config: AudioConfig) -> AudioLimits:
+    from ostinato.runtime.audio.decode_audio import AudioLimits
+
+    return AudioLimits(max_bytes=max_audio_bytes(config), max_seconds=config.max_seconds)
 
 
 def _windows(decoded: DecodedAudio, spec: AudioSpec) -> PreparedAudio:
@@ -138,3 +151,52 @@ def _windows(decoded: DecodedAudio, spec: AudioSpec) -> PreparedAudio:
         )
         windows.append(AudioWindow(audio=audio, begin_s=begin / rate, end_s=end / rate))
     return PreparedAudio(windows=windows, seconds=decoded.seconds)
+
+
+def read_audio_file(path: Path, config: AudioConfig, param: str) -> bytes:
+    """The bytes of a file.
+
+    Args:
+        path: the file.
+        config: its size is limited.
+        param: the name of the audio, for errors.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or is too large.
+    """
+    limit = max_audio_bytes(config)
+    try:
+        size = path.stat().st_size
+        if size <= limit:
+            return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{param}: the file {path} cannot be read ({error.strerror or error})",
+            param=param,
+            code="invalid_audio",
+        ) from error
+    raise InvalidRequestError(
+        f"{param}: the file {path} has {size} bytes, but at most {limit} are allowed"
+        " (audio.max_mib); set a higher limit, or give a smaller file",
+        param=param,
+        code="audio_too_large",
+    )
+
+
+@contextmanager
+def package_is_there(param: str, instead: str) -> Iterator[None]:
+    """A context in which a missing package is an error of the request.
+
+    Args:
+        param: the name of the audio, for errors.
+        instead: what needs no package.
+
+    Raises:
+        InvalidRequestError: the package is missing. The code is `missing_package`.
+    """
+    try:
+        yield
+    except StartupError as error:
+        raise InvalidRequestError(
+            f"{param}: {error}; or give {instead}", param=param, code="missing_package"
+        ) from error

@@ -7,6 +7,7 @@ are checked while the file is decoded, because the lengths in its header can be 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -18,7 +19,10 @@ from numpy.typing import NDArray
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media_files.pyav import error_text, import_av, open_media
 
-__all__ = ("AudioLimits", "DecodedAudio", "decode_audio", "mix_samples")
+__all__ = ("PADDING_S", "AudioLimits", "DecodedAudio", "decode_audio", "mix_samples")
+
+PADDING_S = 0.2
+"""Seconds of silence that encoders of mp3 and aac add, of which the file need not say so."""
 
 Samples = NDArray[np.float32]
 
@@ -55,7 +59,9 @@ class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one audio file."""
 
     max_bytes: int  # of the encoded file
-    max_seconds: float  # of the decoded audio
+    max_seconds: float  # of the decoded audio: `audio.max_seconds`
+    # Of the decoded audio: the most that the model takes. A file can have `PADDING_S` more.
+    model_seconds: float = math.inf
 
 
 class DecodedAudio(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +100,7 @@ def decode_audio(
         )
     if not data:
         raise _refusal(param, f"the file is empty; send a file of audio ({_FORMAT_NAMES})")
-    mixer = _Mixer(sampling_rate, limits.max_seconds, param)
+    mixer = _Mixer(sampling_rate, limits, PADDING_S, param)
     try:
         with open_media(data, _DEMUXERS, _DECODERS) as container:
             if not container.streams.audio:
@@ -114,7 +120,7 @@ def decode_audio(
 
 
 def mix_samples(
-    samples: NDArray[Any], rate: int, sampling_rate: int, max_seconds: float, *, param: str
+    samples: NDArray[Any], rate: int, sampling_rate: int, limits: AudioLimits, *, param: str
 ) -> DecodedAudio:
     """Average the channels of an array and change its sampling rate.
 
@@ -123,7 +129,7 @@ def mix_samples(
             channels. Floats have 1.0 as full scale; uint8, int16 and int32 have the scale of wav.
         rate: of the samples, in Hz.
         sampling_rate: of the result, in Hz.
-        max_seconds: longer audio is refused.
+        limits: longer audio is refused; `max_bytes` has no effect.
         param: the field that has the samples, for errors.
 
     Raises:
@@ -145,9 +151,9 @@ def mix_samples(
         samples = samples[None]
     elif samples.shape[0] > samples.shape[1]:
         samples = samples.T
-    mixer = _Mixer(sampling_rate, max_seconds, param)
+    mixer = _Mixer(sampling_rate, limits, 0.0, param)
     mixer.check(rate, len(samples))
-    if samples.shape[1] > max_seconds * rate:  # before copies of it are made
+    if samples.shape[1] > mixer.max_seconds * rate:  # before copies of it are made
         raise mixer.too_long()
     step = _BLOCK // len(samples)
     for begin in range(0, samples.shape[1], step):
@@ -242,16 +248,23 @@ class _Mixer:
 
     Args:
         sampling_rate: of the result, in Hz.
-        max_seconds: longer audio is refused.
+        limits: longer audio is refused.
+        padding_s: seconds that the audio can have above `model_seconds`.
         param: the field that has the audio, for errors.
+
+    Attributes:
+        max_seconds: of the longest audio.
     """
 
-    def __init__(self, sampling_rate: int, max_seconds: float, param: str) -> None:
+    def __init__(
+        self, sampling_rate: int, limits: AudioLimits, padding_s: float, param: str
+    ) -> None:
         self._seconds = 0.0  # of the samples before those of `_rate`
         self._num_samples = 0  # of `_rate`
         self._num_values = 0  # samples of all channels and rates
         self._sampling_rate = sampling_rate
-        self._max_seconds = max_seconds
+        self._limits = limits
+        self.max_seconds = min(limits.max_seconds, limits.model_seconds + padding_s)
         self._param = param
         self._rate = 0  # of the samples that came last
         # Samples that the resampler has not had, all of one format and number of channels. They are
@@ -299,9 +312,9 @@ class _Mixer:
             self._waiting_kind = (kind, len(values))
         self._num_samples += values.shape[1]
         self._num_values += values.size
-        if self.seconds > self._max_seconds:
+        if self.seconds > self.max_seconds:
             raise self.too_long()
-        if self._num_values > self._max_seconds * _VALUES_PER_SECOND:
+        if self._num_values > self._limits.max_seconds * _VALUES_PER_SECOND:
             raise self._too_fine(rate, len(values))
         self._waiting.append(values)
         self._num_waiting += values.size
@@ -327,16 +340,19 @@ class _Mixer:
 
     def too_long(self) -> InvalidRequestError:
         """The error for audio that is longer than `max_seconds`."""
+        most, limit = self._limits.max_seconds, "are allowed (audio.max_seconds)"
+        if self.max_seconds < most:
+            most, limit = self._limits.model_seconds, "the model takes at once"
         return InvalidRequestError(
-            f"{self._param}: the audio is longer than the {self._max_seconds:g} s that are allowed"
-            " (audio.max_seconds); send it in parts",
+            f"{self._param}: the audio is longer than the {most:g} s that {limit}; send it in"
+            " parts",
             param=self._param,
             code="audio_too_long",
         )
 
     def _too_fine(self, rate: int, num_channels: int) -> InvalidRequestError:
         """The error for audio that has more samples than stereo of the longest length."""
-        seconds = self._max_seconds * _VALUES_PER_SECOND / (rate * num_channels)
+        seconds = self._limits.max_seconds * _VALUES_PER_SECOND / (rate * num_channels)
         return InvalidRequestError(
             f"{self._param}: audio of {num_channels} channels at {rate} Hz can be {seconds:.0f} s "
             "long (audio.max_seconds holds for two channels at 48000 Hz); convert it to one channel"

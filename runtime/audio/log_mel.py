@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.models.audio.mel_spec import MelSpec
 
 __all__ = ("log_mel",)
 
@@ -23,7 +23,7 @@ _LINEAR_HERTZ, _HERTZ_PER_MEL = 1000.0, 200.0 / 3.0
 _LOG_STEP = np.log(6.4) / 27.0
 
 
-def log_mel(samples: NDArray[np.float32], spec: AudioSpec) -> NDArray[np.float32]:
+def log_mel(samples: NDArray[np.float32], spec: MelSpec) -> NDArray[np.float32]:
     """The spectrogram of one window, which is padded with silence.
 
     Args:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.audio.audio_inputs import (
     PreparedAudio,
-    max_audio_bytes,
+    package_is_there,
     prepare_audio,
     prepare_samples,
+    read_audio_file,
 )
-from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.audio import PromptAudio
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ("AudioInput", "AudioSamples", "audio_list", "prepare_input", "prepare_one_window")
+__all__ = (
+    "AudioInput",
+    "AudioSamples",
+    "audio_list",
+    "prepare_input",
+    "prepare_one_window",
+    "sample_array",
+    "sample_pair",
+)
 
 AudioSamples = tuple[Any, int]
 """Samples of NumPy or torch, [n], [n, channels] or [channels, n], and the sampling rate in Hz."""
@@ -53,12 +61,12 @@ def prepare_input(
             PyAV, which decodes it, is not installed.
     """
     if isinstance(audio, str | os.PathLike):
-        audio = _content(Path(audio), config, param)
+        audio = read_audio_file(Path(audio), config, param)
     if isinstance(audio, bytes | bytearray | memoryview):
-        with _package_is_there(param, "an array of samples with its rate"):
+        with package_is_there(param, "an array of samples with its rate"):
             return prepare_audio(bytes(audio), spec, config, param=param)
-    samples, rate = _samples(audio, param, "a path, the bytes of a file, or ")
-    with _package_is_there(param, f"samples of {spec.sampling_rate} Hz"):
+    samples, rate = sample_pair(audio, param, "a path, the bytes of a file, or ")
+    with package_is_there(param, f"samples of {spec.sampling_rate} Hz"):
         return prepare_samples(samples, rate, spec, config, param=param)
 
 
@@ -76,7 +84,7 @@ def prepare_one_window(
     Raises:
         InvalidRequestError: see `prepare_input`; or the audio is longer than one window.
     """
-    samples, rate = _samples(audio, param, "")
+    samples, rate = sample_pair(audio, param, "")
     # [n, channels] and [channels, n] have more samples than channels.
     seconds = max(samples.shape, default=0) / max(1, rate)
     if seconds > spec.window_s:
@@ -86,29 +94,29 @@ def prepare_one_window(
             param=param,
             code="audio_too_long",
         )
-    with _package_is_there(param, f"samples of {spec.sampling_rate} Hz"):
+    with package_is_there(param, f"samples of {spec.sampling_rate} Hz"):
         return prepare_samples(samples, rate, spec, config, param=param).windows[0].audio
 
 
-def _samples(audio: object, param: str, others: str) -> tuple[NDArray[Any], int]:
+def sample_pair(audio: object, param: str, others: str) -> tuple[NDArray[Any], int]:
     """The array of `AudioSamples`, and its rate.
 
     Args:
         audio: what the caller gave.
         param: its name.
         others: what else is allowed, for errors.
+
+    Raises:
+        InvalidRequestError: it is something else.
     """
     import numpy as np
 
     pair = cast("tuple[Any, ...]", audio) if isinstance(audio, tuple) else ()
     if len(pair) == 2:
-        array, rate = pair
-        if hasattr(array, "detach"):  # a tensor of torch, which this module does not import
-            array = array.detach().cpu()
-            array = (array.float() if array.is_floating_point() else array).numpy()
+        array, rate = sample_array(pair[0]), pair[1]
         is_number = isinstance(rate, int | float | np.integer) and rate % 1 == 0
-        if isinstance(array, np.ndarray) and is_number:
-            return cast("NDArray[Any]", array), int(rate)
+        if array is not None and is_number:
+            return array, int(rate)
     raise InvalidRequestError(
         f"{param} must be {others}(samples, sampling_rate): an array of NumPy or torch, and its"
         f" rate in Hz, a whole number; got {reprlib.repr(audio)}",
@@ -117,32 +125,11 @@ def _samples(audio: object, param: str, others: str) -> tuple[NDArray[Any], int]
     )
 
 
-def _content(path: Path, config: AudioConfig, param: str) -> bytes:
-    limit = max_audio_bytes(config)
-    try:
-        size = path.stat().st_size
-        if size <= limit:
-            return path.read_bytes()
-    except OSError as error:
-        raise InvalidRequestError(
-            f"{param}: the file {path} cannot be read ({error.strerror or error})",
-            param=param,
-            code="invalid_audio",
-        ) from error
-    raise InvalidRequestError(
-        f"{param}: the file {path} has {size} bytes, but at most {limit} are allowed"
-        " (audio.max_mib); set a higher limit, or give a smaller file",
-        param=param,
-        code="audio_too_large",
-    )
+def sample_array(value: object) -> NDArray[Any] | None:
+    """An array of NumPy or torch as one of NumPy; None = it is neither."""
+    import numpy as np
 
-
-@contextmanager
-def _package_is_there(param: str, instead: str) -> Iterator[None]:
-    """A context in which a missing package is an error of the request."""
-    try:
-        yield
-    except StartupError as error:
-        raise InvalidRequestError(
-            f"{param}: {error}; or give {instead}", param=param, code="missing_package"
-        ) from error
+    if hasattr(value, "detach"):  # a tensor of torch, which this module does not import
+        tensor: Any = cast("Any", value).detach().cpu()
+        value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return cast("NDArray[Any]", value) if isinstance(value, np.ndarray) else None

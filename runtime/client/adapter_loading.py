@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from ostinato.conf.environment import expand_user
-from ostinato.conf.lora.lora_schema import LoraConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_files import adapter_digest
 from ostinato.models.checkpoints.hub import HubName, download_adapter
 from ostinato.runtime.client.adapter_registry import AdapterRegistry

@@ -13,7 +13,7 @@ import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.adapters import ServedAdapter
-from ostinato.runtime.types.audio import PromptAudio
+from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
@@ -42,6 +42,7 @@ class PreparedParts(msgspec.Struct, frozen=True):
     prediction_token_ids: list[int] = []  # the client's guess of the output
     images: list[PromptImage] = []  # in the order of the prompt, with their pixels
     audio: PromptAudio | None = None  # for a model that transcribes, with its features
+    sounds: list[PromptSound] = []  # in the order of the prompt, with their features
 
 
 class RequestShare(NamedTuple):
@@ -248,6 +249,7 @@ def make_requests(  # noqa: PLR0913 - the parts of a request
         adapter_slot=-1 if adapter is None else adapter.slot,
         images=parts.images,
         audio=parts.audio,
+        sounds=parts.sounds,
     )
     # The first request scores the prompt for all requests (`PromptCompletions`).
     each = msgspec.structs.replace(each, prompt_logprobs=None)

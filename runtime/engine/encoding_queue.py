@@ -1,17 +1,19 @@
 """Holds requests until their images or their audio are encoded; gives out rows for the encodings.
 
-The embeddings of an image lie in rows of the image tables. The keys and values of audio lie in a
-window of the caches of cross attention, which counts as one row. Every rank has both. Requests with
-the same input share its encoding. When no request needs it any more, it stays until its rows are
-needed for another input; the encoding that was used longest ago gives up its rows first.
+The embeddings of an image, or of a window of a sound, lie in rows of the media tables. The keys and
+values of audio that is transcribed lie in a window of the caches of cross attention, which counts
+as one row. Every rank has both. Requests with the same input share its encoding. When no request
+needs it any more, it stays until its rows are needed for another input; the encoding that was used
+longest ago gives up its rows first.
 
 The ranks encode between steps, in units of work, so that steps wait only a short time for them.
 
 Requests get rows, and are encoded, in the order of fair queueing (Demers, Keshav and Shenker,
 1989), as in `Turns` (runtime/scheduling/sequences/sequence_turns.py): the k-th further window of a
 file comes behind the k-th request that arrives later. So that such a request finds rows, the
-windows of one file hold at most three quarters of them. A request gets rows for all its images and
-pairs of frames at once, but the k-th further one is encoded after those of the k-th later request.
+windows of one file hold at most three quarters of them. A request gets rows for all its images,
+pairs of frames and windows of sounds at once, but the k-th further one is encoded after those of
+the k-th later request.
 """
 
 from __future__ import annotations
@@ -21,12 +23,9 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 
-from ostinato.models.audio.audio_spec import AudioSpec
-from ostinato.models.vision.video_spec import EXTRA_POSITIONS
-from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import AdvanceEncodings, BeginEncoding, Executor
-from ostinato.runtime.types.audio import PromptAudio
-from ostinato.runtime.types.images import PromptImage, count_extra_positions
+from ostinato.runtime.types.audio import PromptAudio, PromptSound
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.request import Request
 
 __all__ = ("EncodingQueue",)
@@ -53,7 +52,6 @@ class EncodingQueue:
     Args:
         executor: computes the encodings.
         num_rows: rows besides row 0; 0 = the model takes text only.
-        audio: how the model takes audio; None = it takes none.
         rank: requests of a lower rank come first, as in the scheduler.
 
     Attributes:
@@ -67,7 +65,6 @@ class EncodingQueue:
         executor: Executor,
         num_rows: int,
         *,
-        audio: AudioSpec | None = None,
         rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self.num_encoded = 0
@@ -75,7 +72,6 @@ class EncodingQueue:
         self.encode_seconds = 0.0
         self._executor = executor
         self._num_rows = num_rows
-        self._audio = audio
         self._rank = rank
         self._free_rows = list(range(num_rows, 0, -1))
         self._encodings: OrderedDict[bytes, _Encoding] = OrderedDict()  # the last used one is last
@@ -87,7 +83,7 @@ class EncodingQueue:
         self._rows_of_groups: Counter[int] = Counter()  # rows that the sequences of a request hold
         self._held: dict[str, list[bytes]] = {}  # request that has rows -> its inputs
         self._groups: dict[str, tuple[int, int]] = {}  # the same -> its group, and its new rows
-        self._dropped: list[bytes] = []  # images that the ranks are to forget
+        self._dropped: list[bytes] = []  # inputs that the ranks are to forget
 
     @property
     def num_waiting(self) -> int:
@@ -110,65 +106,6 @@ class EncodingQueue:
         found = (self._encodings.get(digest) for digest in wanted)
         num_missing = sum(one is None or not one.is_ready for one in found)
         return num_missing * self.encode_seconds / max(1, self.num_encoded)
-
-    def check(self, request: Request) -> None:
-        """Check that the model takes the inputs of a request, and has rows for all at once.
-
-        Raises:
-            InvalidRequestError: it does not.
-        """
-        if self._audio is not None or request.audio is not None:
-            self._check_audio(request)
-        if not request.images:
-            return
-        if not self._num_rows or self._audio is not None:
-            raise InvalidRequestError(
-                f"{self._name(request)} has images, and this model takes none; send text alone",
-                param="messages",
-                code="unsupported_parameter",
-            )
-        sizes = {image.digest: image.num_tokens for image in request.images}
-        if sum(sizes.values()) > self._num_rows:
-            raise InvalidRequestError(
-                f"the images of {self._name(request)} have {sum(sizes.values())} tokens together, "
-                f"and at most {self._num_rows} fit (images.cache_tokens); send fewer or smaller "
-                "images",
-                param="messages",
-                code="image_too_large",
-            )
-        # The model's table of positions has no more than these.
-        if (extra := count_extra_positions(request.images)) > EXTRA_POSITIONS:
-            raise InvalidRequestError(
-                f"the videos of {self._name(request)} take {extra} more positions in time than they"
-                f" have tokens, and at most {EXTRA_POSITIONS} are possible; send shorter videos",
-                param="messages",
-                code="video_too_long",
-            )
-
-    def _check_audio(self, request: Request) -> None:
-        name, audio, spec = self._name(request), request.audio, self._audio
-        code = "unsupported_parameter"
-        if audio is None:
-            raise InvalidRequestError(
-                f"{name} has no audio, and this model transcribes audio; send a file to "
-                "/v1/audio/transcriptions",
-                param="audio",
-                code=code,
-            )
-        if spec is None:
-            raise InvalidRequestError(
-                f"{name} has audio, and this model takes none; send text alone",
-                param="audio",
-                code=code,
-            )
-        wanted = spec.num_bins, spec.num_frames
-        if audio.shape != wanted:
-            raise InvalidRequestError(
-                f"the spectrogram of {name} has the shape {list(audio.shape)}, and this model takes"
-                f" {list(wanted)}, mel bins and frames",
-                param="audio",
-                code="invalid_value",
-            )
 
     def add(self, request: Request) -> Request:
         """Queue a request with images or audio. When they are encoded, `advance` names it.
@@ -311,7 +248,7 @@ class EncodingQueue:
         self._rows_of_groups[request.group] += needed
         return True
 
-    def _begin(self, one: PromptImage | PromptAudio) -> _Encoding:
+    def _begin(self, one: PromptImage | PromptSound | PromptAudio) -> _Encoding:
         rows = self._free_rows[-one.num_rows :]
         del self._free_rows[-one.num_rows :]
         encoding = self._encodings[one.digest] = _Encoding(rows)
@@ -333,9 +270,6 @@ class EncodingQueue:
     def _take_dropped(self) -> list[bytes]:
         dropped, self._dropped = self._dropped, []
         return dropped
-
-    def _name(self, request: Request) -> str:
-        return f"request {request.request_id.rpartition('#')[0] or request.request_id}"
 
     def check_integrity(self) -> None:
         """Compare rows, holders and requests with each other. O(rows).

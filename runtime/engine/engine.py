@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.engine.accepted_inputs import accepted_inputs
 from ostinato.runtime.engine.adapter_loads import AdapterLoads
 from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.engine.engine_state import EngineState, describe_engine
@@ -76,12 +77,7 @@ class Engine:
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
-        self._pending = PendingRequests(
-            executor,
-            model.image_cache_tokens or model.audio_windows,
-            audio=model.audio,
-            rank=scheduler.rank_of,
-        )
+        self._pending = PendingRequests(executor, accepted_inputs(model), rank=scheduler.rank_of)
         self._adapters = AdapterLoads(executor, num_adapter_slots)
         self._copies = copies
         self._can_rest = False  # nothing could run in the last step
@@ -120,7 +116,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: the scheduler refuses the request (`Scheduler.add`), its adapter is
-                not loaded, its images do not fit, or audio is missing.
+                not loaded, or the model does not take its images or its audio.
             RankFailedError: an earlier step failed.
         """
         if self._failure is not None:
@@ -152,8 +148,8 @@ class Engine:
     def take_progress(self) -> dict[str, int]:
         """The progress of the requests that advanced without an output.
 
-        Such requests are prompts in chunks, beam searches, and the request for which embeddings of
-        images were computed. Progress is returned once.
+        Such requests are prompts in chunks, beam searches, and the request for which encodings of
+        images or audio were computed. Progress is returned once.
 
         Returns:
             Request id -> positions computed so far.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.runtime.engine.accepted_inputs import AcceptedInputs
 from ostinato.runtime.engine.encoding_queue import EncodingQueue
 from ostinato.runtime.engine.grammar_queue import GrammarQueue
 from ostinato.runtime.execution.executor import Executor
@@ -38,20 +38,19 @@ class PendingRequests:
 
     Args:
         executor: builds grammars, and encodes images and audio.
-        num_rows: rows for encodings; 0 = the model takes text only.
-        audio: how the model takes audio; None = it takes none.
+        inputs: what the model takes besides text.
         rank: requests of a lower rank are encoded first.
     """
 
     def __init__(
         self,
         executor: Executor,
-        num_rows: int = 0,
+        inputs: AcceptedInputs,
         *,
-        audio: AudioSpec | None = None,
         rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
-        self.encodings = EncodingQueue(executor, num_rows, audio=audio, rank=rank)
+        self.encodings = EncodingQueue(executor, inputs.num_rows, rank=rank)
+        self._inputs = inputs
         self._grammars = GrammarQueue(executor)
         self._requests: dict[str, Request] = {}  # without pixels and features
         self._announced: str | None = None  # the request whose encodings were computed last
@@ -79,12 +78,12 @@ class PendingRequests:
         """Check a new request.
 
         Raises:
-            InvalidRequestError: a waiting request has its id, its images do not fit, or the
-                model does not take its audio or its lack of audio.
+            InvalidRequestError: a waiting request has its id, or the model does not take its images
+                and its audio (`AcceptedInputs.check`).
         """
         if request.request_id in self._requests:
             raise duplicate_id(request.request_id)
-        self.encodings.check(request)
+        self._inputs.check(request)
 
     def add(self, request: Request) -> bool:
         """Hold a request if it needs a grammar or encodings; returns whether it is held."""

@@ -118,8 +118,8 @@ class BeginEncoding(msgspec.Struct, frozen=True, tag=20):
     """Take an image or a window of audio. `AdvanceEncodings` computes what stands for it."""
 
     digest: bytes
-    # An image: rows of the image tables, one for each embedding. Audio: its window of the caches of
-    # cross attention.
+    # An image or a window of a sound: rows of the media tables, one for each embedding. Audio that
+    # is transcribed: its window of the caches of cross attention.
     rows: list[int]
     # An image: [height, width, 3], uint8 pixels. Audio: [mel bins, frames], float32 features.
     shape: tuple[int, ...]

@@ -30,7 +30,7 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
     from ostinato.runtime.execution.encoding.audio_tensor_writer import AudioTensorWriter
-    from ostinato.runtime.execution.encoding.image_tensor_writer import ImageTensorWriter
+    from ostinato.runtime.execution.encoding.media_tensor_writer import MediaTensorWriter
 
 __all__ = ("ModelRunner", "PendingStep")
 
@@ -77,7 +77,7 @@ class ModelRunner:
         pooler: Pooler | None = None,
         hidden_states: KeptStates | None = None,
         logits_group: Tensor | None = None,
-        encoder_tensors: ImageTensorWriter | AudioTensorWriter | None = None,
+        encoder_tensors: MediaTensorWriter | AudioTensorWriter | None = None,
     ) -> None:
         """
         Args:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.media_urls import data_url_bytes, is_data_url
 from ostinato.runtime.types.images import PromptImage
 
@@ -77,7 +78,7 @@ def prepare_image_source(
     if source.pil is not None:
         return prepare_pil(source.pil, spec, limits, name)
     data = (
-        data_url_bytes(source.url, limits.max_bytes, name)
+        data_url_bytes(source.url, limits.max_bytes, name, MediaKind.image)
         if is_data_url(source.url)
         else fetched[source.url]
     )

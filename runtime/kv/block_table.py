@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ostinato.runtime.kv.block_pool import BlockHash, hash_root
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("BlockTable", "image_extras")
+__all__ = ("BlockTable", "media_extras")
 
 
-def image_extras(images: Iterable[PromptImage], block_size: int) -> dict[int, bytes]:
-    """The `BlockTable.extras` of a prompt with images.
+def media_extras(media: Iterable[PromptImage | PromptSound], block_size: int) -> dict[int, bytes]:
+    """The `BlockTable.extras` of a prompt with images or sounds.
 
-    For each image that has placeholder tokens in a block, these are its cache key and where it
+    For each one that has placeholder tokens in a block, these are its cache key and where it
     begins, counted from the block's first token (32-bit, little-endian).
     """
     extras: dict[int, bytes] = {}
-    for image in images:
-        for block in range(image.begin // block_size, -(-image.end // block_size)):
-            offset = image.begin - block * block_size
+    for one in media:
+        for block in range(one.begin // block_size, -(-one.end // block_size)):
+            offset = one.begin - block * block_size
             place = offset.to_bytes(4, "little", signed=True)
-            extras[block] = extras.get(block, b"") + image.cache_key + place
+            extras[block] = extras.get(block, b"") + one.cache_key + place
     return extras
 
 

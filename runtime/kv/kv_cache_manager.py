@@ -16,8 +16,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
-from ostinato.runtime.kv.block_table import BlockTable, image_extras
+from ostinato.runtime.kv.block_table import BlockTable, media_extras
 from ostinato.runtime.kv.tier_index import TierIndex
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
 __all__ = ("KVCacheManager", "PrefixMatch")
@@ -98,10 +99,10 @@ class KVCacheManager:
         num_prompt_tokens: int,
         cache_salt: str = "",
         extra_keys: Sequence[str] = (),
-        images: Sequence[PromptImage] = (),
+        media: Sequence[PromptImage | PromptSound] = (),
     ) -> BlockTable:
         """The empty block table of a sequence; see `hash_root` for the keys."""
-        extras = image_extras(images, self.block_size) if images else None
+        extras = media_extras(media, self.block_size) if media else None
         table = BlockTable(hash_root(cache_salt, extra_keys), extras)
         if self.tiers is not None:
             table.num_kept = self.tiers.num_kept_blocks(

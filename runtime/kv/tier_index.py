@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ostinato.conf.cache.cache_schema import StorePolicy
+from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.load_costs import LoadCosts
 from ostinato.runtime.kv.tier_places import TierPlaces

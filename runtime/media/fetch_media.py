@@ -1,4 +1,4 @@
-"""Fetches the images and videos of requests over HTTP, from the hosts that the operator allows.
+"""Fetches the media of requests over HTTP, from the hosts that the operator allows.
 
 A URL comes from a client, so it must not reach services of the server's own network. A host must be
 in `images.domains`. Its name is resolved once, and every address that it has must be public. The
@@ -16,19 +16,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 
+from ostinato.runtime.audio.audio_inputs import max_audio_bytes
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_inputs import max_image_bytes
 from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.media_urls import FetchTarget, UrlWords, fetch_target, url_words
 from ostinato.runtime.video.video_inputs import max_video_bytes
 
 __all__ = ("MediaFetcher", "Resolve", "is_public", "resolve_host")
 
-_IMAGES_AT_ONCE = 8  # fetches at a time
-_VIDEOS_AT_ONCE = 4  # beside those of images, which would otherwise wait for them
+# Fetches at a time. Images do not wait for videos.
+_AT_ONCE = {MediaKind.image: 8, MediaKind.video: 4, MediaKind.sound: 8}
+# A request fetches at most so many times `max_mib` of each kind.
+_LARGEST = {MediaKind.image: 4, MediaKind.video: 2, MediaKind.sound: 4}
 _MAX_TRIES = 3  # addresses of a host to which a connection is tried
-_LARGEST_IMAGES = 4  # a request fetches at most this many times `images.max_mib`
-_LARGEST_VIDEOS = 2  # and this many times `video.max_mib`
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _HEADERS = {"User-Agent": "ostinato", "Accept-Encoding": "identity"}
 
@@ -56,7 +58,7 @@ def is_public(address: Address) -> bool:
 
 
 class MediaFetcher:
-    """Fetches images and videos. All methods run on one event loop.
+    """Fetches media. All methods run on one event loop.
 
     Args:
         limits: the hosts and the time limit, which are those of images, and the largest sizes.
@@ -74,34 +76,38 @@ class MediaFetcher:
         self._limits = limits
         self._resolve = resolve
         self._is_allowed = is_allowed
-        self._image_slots = asyncio.Semaphore(_IMAGES_AT_ONCE)
-        self._video_slots = asyncio.Semaphore(_VIDEOS_AT_ONCE)
+        self._slots = {kind: asyncio.Semaphore(number) for kind, number in _AT_ONCE.items()}
+        self._max_bytes = {
+            MediaKind.image: max_image_bytes(limits.images),
+            MediaKind.video: max_video_bytes(limits.video),
+            MediaKind.sound: max_audio_bytes(limits.audio),
+        }
         self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, wanted: Mapping[str, FetchWanted]) -> dict[str, bytes]:
         """The bodies of URLs. Cancelling the call ends all fetches.
 
-        At most 8 images and 4 videos are fetched at a time, those of other calls included.
+        At most 8 images, 4 videos and 8 sounds are fetched at a time, those of other calls
+        included.
 
         Args:
             wanted: by URL.
 
         Raises:
             InvalidRequestError: a URL is refused, or its content cannot be fetched. The text names
-                the image or the video, and the cause.
+                the medium and the cause.
         """
-        images, video = self._limits
-        of_images = _Budget(url_words(is_video=False), max_image_bytes(images), _LARGEST_IMAGES)
-        of_videos = _Budget(url_words(is_video=True), max_video_bytes(video), _LARGEST_VIDEOS)
+        budgets = {
+            kind: _Budget(url_words(kind), self._max_bytes[kind], times)
+            for kind, times in _LARGEST.items()
+        }
         targets = [
-            fetch_target(url, images.domains, name, is_video=is_video)
-            for url, (name, is_video) in wanted.items()
+            fetch_target(url, self._limits.images.domains, one.name, one.kind)
+            for url, one in wanted.items()
         ]
         tasks = [
             asyncio.ensure_future(
-                self._one(target, one.name, of_videos, self._video_slots)
-                if one.is_video
-                else self._one(target, one.name, of_images, self._image_slots)
+                self._one(target, one.name, budgets[one.kind], self._slots[one.kind])
             )
             for target, one in zip(targets, wanted.values(), strict=True)
         ]
@@ -176,7 +182,7 @@ class MediaFetcher:
             port=target.port,
             raw_path=target.target.encode("ascii"),
         )
-        headers = {**_HEADERS, "Accept": f"{budget.words.noun}/*", "Host": target.authority}
+        headers = {**_HEADERS, "Accept": budget.words.accepts, "Host": target.authority}
         extensions = {"sni_hostname": target.host}
         async with (
             client,
@@ -195,7 +201,7 @@ class MediaFetcher:
 
 
 class _Budget:
-    """Counts the bytes of all images or all videos of one request, and makes the errors for them.
+    """Counts the bytes of all media of one kind in a request, and makes the errors for them.
 
     Args:
         words: for errors.
@@ -226,7 +232,7 @@ class _Budget:
         return f"{found} bytes, and {setting} allows {self.max_bytes}; send a smaller {noun}"
 
     def refused(self, name: str, target: FetchTarget, problem: str) -> InvalidRequestError:
-        """The error for one image or video."""
+        """The error for one of them."""
         return InvalidRequestError(
             f"{name} from the host {target.host!r} {problem}",
             param=name.partition(":")[0],
@@ -235,7 +241,7 @@ class _Budget:
 
 
 def _check_head(response: httpx.Response, target: FetchTarget, name: str, budget: _Budget) -> None:
-    """Raises InvalidRequestError unless an answer has the image or the video itself."""
+    """Raises InvalidRequestError unless an answer has the medium itself."""
     status = response.status_code
     if 300 <= status < 400:
         problem = f"was answered with a redirect ({status}), which is not followed; send the"

@@ -1,18 +1,102 @@
-"""Puts as many placeholder tokens into a prompt as its images and videos have embeddings."""
+"""Puts as many placeholder tokens into a prompt as its media have embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import VideoSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.prompt_media import PreparedMedium
+from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.types.audio import PromptSound
+from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("expand_placeholders",)
+__all__ = ("PlacedMedia", "expand_placeholders", "expand_sounds", "place_media")
+
+Part = TypeVar("Part", PromptImage, PromptSound)
+
+
+class PlacedMedia(NamedTuple):
+    """A prompt with a placeholder token for each embedding, and its media."""
+
+    token_ids: list[int]
+    images: list[PromptImage]  # and pairs of frames of videos, in the order of the prompt
+    sounds: list[PromptSound]  # windows, in the order of the prompt
+
+
+def place_media(
+    token_ids: list[int],
+    media: Sequence[PreparedMedium],
+    model: ServedModel,
+    encode: Callable[[str], list[int]],
+    *,
+    param: str,
+) -> PlacedMedia:
+    """Expand the placeholders of a prompt by `expand_placeholders` or `expand_sounds`.
+
+    Without media, the placeholder of a model that takes some is refused.
+
+    Args:
+        token_ids: the prompt, with one placeholder token for each medium.
+        media: of the kinds that the model takes.
+        model: the model.
+        encode: see `expand_placeholders`.
+        param: the part of the request that has the prompt, for errors.
+
+    Raises:
+        InvalidRequestError: see those functions.
+    """
+    if model.images is not None:
+        expanded, images = expand_placeholders(token_ids, media, model.images, encode, param=param)
+        return PlacedMedia(expanded, images, [])
+    if model.sounds is not None:
+        expanded, sounds = expand_sounds(token_ids, media, model.sounds, param=param)
+        return PlacedMedia(expanded, [], sounds)
+    return PlacedMedia(token_ids, [], [])
+
+
+def expand_sounds(
+    token_ids: list[int], media: Sequence[PreparedMedium], spec: SoundSpec, *, param: str
+) -> tuple[list[int], list[PromptSound]]:
+    """Replace each placeholder token by as many as the sound in its place has embeddings.
+
+    Args:
+        token_ids: the prompt, with one placeholder token for each sound.
+        media: the sounds in the order of the prompt.
+        spec: how the model takes sounds.
+        param: the part of the request that has the prompt, for errors.
+
+    Returns:
+        The longer prompt, and the windows in their order, with the indices of their first tokens
+        in it.
+
+    Raises:
+        InvalidRequestError: the number of placeholder tokens is not the number of sounds.
+    """
+    _check_count(token_ids, spec, len(media), MediaKind.sound, param)
+    sounds = iter(media)
+    expanded: list[int] = []
+    placed: list[PromptSound] = []
+    for token_id in token_ids:
+        if token_id != spec.placeholder_id:
+            expanded.append(token_id)
+            continue
+        for window in next(sounds).parts:
+            assert isinstance(window, PromptSound), "a model that takes sounds takes nothing else"
+            _add(window, token_id, expanded, placed)
+    return expanded, placed
+
+
+def _add(part: Part, token_id: int, expanded: list[int], placed: list[Part]) -> None:
+    """Append the tokens of a part, and the part with the index of the first of them."""
+    placed.append(msgspec.structs.replace(part, begin=len(expanded)))
+    expanded += [token_id] * part.num_tokens
 
 
 def expand_placeholders(
@@ -43,12 +127,12 @@ def expand_placeholders(
         InvalidRequestError: the number of placeholder tokens is not the number of images, or that
             of videos.
     """
-    images = [medium for medium in media if not medium.is_video]
-    videos = [medium for medium in media if medium.is_video]
-    _check_count(token_ids, spec, len(images), "image", param)
+    images = [medium for medium in media if medium.kind is MediaKind.image]
+    videos = [medium for medium in media if medium.kind is MediaKind.video]
+    _check_count(token_ids, spec, len(images), MediaKind.image, param)
     kinds: dict[int, Iterator[PreparedMedium]] = {spec.placeholder_id: iter(images)}
     if spec.video is not None:
-        _check_count(token_ids, spec.video, len(videos), "video", param)
+        _check_count(token_ids, spec.video, len(videos), MediaKind.video, param)
         kinds[spec.video.placeholder_id] = iter(videos)
     expanded: list[int] = []
     placed: list[PromptImage] = []
@@ -58,7 +142,8 @@ def expand_placeholders(
             continue
         medium = next(kinds[token_id])
         after = end + 1
-        if medium.is_video and spec.video is not None and spec.video.states_times:
+        is_video = medium.kind is MediaKind.video
+        if is_video and spec.video is not None and spec.video.states_times:
             # Each pair has such tokens of its own.
             marks = (spec.video.start_id, token_id, spec.video.end_id)
             if end > begin and tuple(token_ids[end - 1 : end + 2]) == marks:
@@ -67,9 +152,8 @@ def expand_placeholders(
             _add_timed_pairs(medium, spec.video, encode, expanded, placed)
         else:
             expanded += token_ids[begin:end]
-            for image in medium.images:
-                placed.append(msgspec.structs.replace(image, begin=len(expanded)))
-                expanded += [token_id] * image.num_tokens
+            for image in _images(medium):
+                _add(image, token_id, expanded, placed)
         begin = after
     expanded += token_ids[begin:]
     return expanded, placed
@@ -83,17 +167,27 @@ def _add_timed_pairs(
     placed: list[PromptImage],
 ) -> None:
     """Append the pairs of a video, each after the text of its time."""
-    for time, pair in zip(medium.times, medium.images, strict=True):
+    for time, pair in zip(medium.times, _images(medium), strict=True):
         expanded += [*encode(time), spec.start_id]
-        placed.append(msgspec.structs.replace(pair, begin=len(expanded)))
-        expanded += [spec.placeholder_id] * pair.num_tokens
+        _add(pair, spec.placeholder_id, expanded, placed)
         expanded.append(spec.end_id)
 
 
+def _images(medium: PreparedMedium) -> Iterator[PromptImage]:
+    for part in medium.parts:
+        assert isinstance(part, PromptImage), "a model that takes images takes no sounds"
+        yield part
+
+
 def _check_count(
-    token_ids: list[int], spec: ImageSpec | VideoSpec, num_media: int, noun: str, param: str
+    token_ids: list[int],
+    spec: ImageSpec | VideoSpec | SoundSpec,
+    num_media: int,
+    kind: MediaKind,
+    param: str,
 ) -> None:
-    """Raises InvalidRequestError unless there is one placeholder for each image or video."""
+    """Raises InvalidRequestError unless there is one placeholder for each medium of a kind."""
+    noun = kind.value
     count = token_ids.count(spec.placeholder_id)
     if count == num_media:
         return
@@ -106,5 +200,5 @@ def _check_count(
         f"{param}: the prompt has the {noun} placeholder {spec.placeholder!r} {count} times, "
         f"but {num_media} {noun}s; the numbers must be equal; {remedy}",
         param=param,
-        code=f"invalid_{noun}",
+        code="invalid_audio" if kind is MediaKind.sound else f"invalid_{noun}",
     )

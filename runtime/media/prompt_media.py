@@ -1,17 +1,23 @@
-"""Checks and prepares the images and videos of a prompt, in the order of the prompt."""
+"""Checks and prepares the images, videos and sounds of a prompt, in the order of the prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
+from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import EXTRA_POSITIONS
+from ostinato.runtime.audio.audio_inputs import max_audio_bytes
+from ostinato.runtime.audio.sound_inputs import SoundContent, prepare_sound
+from ostinato.runtime.audio.sound_sources import SoundSource
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_inputs import check_detail, prepare_image_source
 from ostinato.runtime.images.image_sources import ImageSource
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.media_urls import (
     data_url_bytes,
     data_url_frames,
@@ -19,6 +25,7 @@ from ostinato.runtime.media_files.media_urls import (
     is_data_url,
     is_frames_url,
 )
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage, count_extra_positions
 from ostinato.runtime.video.video_inputs import (
@@ -39,28 +46,29 @@ __all__ = (
     "urls_to_fetch",
 )
 
-MediaSource = ImageSource | VideoSource
+MediaSource = ImageSource | VideoSource | SoundSource
 
 
 class MediaLimits(NamedTuple):
-    """The sections of the configuration that limit images and videos."""
+    """The sections of the configuration that limit images, videos and sounds."""
 
     images: ImagesConfig
     video: VideoConfig
+    audio: AudioConfig
 
 
 class FetchWanted(NamedTuple):
     """A URL whose content is needed."""
 
-    name: str  # of its first image or video, for errors
-    is_video: bool  # which limits apply: those of a video, if one of several has this URL
+    name: str  # of its first medium, for errors
+    kind: MediaKind  # which limits apply: those of a video, if one of several has this URL
 
 
 class PreparedMedium(NamedTuple):
-    """An image, or the pairs of frames of a video."""
+    """An image, the pairs of frames of a video, or the windows of a sound."""
 
-    images: tuple[PromptImage, ...]  # with `begin` 0
-    is_video: bool = False
+    parts: tuple[PromptImage, ...] | tuple[PromptSound, ...]  # with `begin` 0
+    kind: MediaKind = MediaKind.image
     times: tuple[str, ...] = ()  # the text before each pair, if `VideoSpec.states_times`
 
 
@@ -72,13 +80,13 @@ def check_media(
     param: str,
     sampling_param: str = "",
 ) -> None:
-    """Check that a request may have these images and videos. Nothing is decoded.
+    """Check that a request may have these media. Nothing is decoded.
 
     Args:
-        sources: the images and videos.
+        sources: the images, videos and sounds.
         model: the model.
         limits: the limits.
-        param: the field that has the images and videos, for errors.
+        param: the field that has them, for errors.
         sampling_param: the field that says which frames of all videos are used, for errors; empty =
             each video says it.
 
@@ -88,19 +96,18 @@ def check_media(
     """
     if not sources:
         return
-    num_videos = sum(isinstance(source, VideoSource) for source in sources)
-    num_images = len(sources) - num_videos
+    kinds = [_kind(source) for source in sources]
+    _check_kinds(kinds, model, limits, param)
+    _check_number(kinds, MediaKind.image, "images", limits.images.max_per_request, param)
+    _check_number(kinds, MediaKind.video, "video", limits.video.max_per_request, param)
+    _check_number(kinds, MediaKind.sound, "audio", limits.audio.max_per_request, param)
     spec = model.images
-    if spec is None:
-        noun = "images" if num_images else "videos"
-        if not limits.images.max_per_request:
-            noun += " (images.max_per_request is 0)"
-        raise _takes_none(model, noun, "text", param)
-    _check_number(num_images, "image", "images", limits.images.max_per_request, param)
-    _check_number(num_videos, "video", "video", limits.video.max_per_request, param)
-    if num_videos and spec.video is None:
+    if MediaKind.video in kinds and spec is not None and spec.video is None:
         raise _takes_none(model, "videos", "text and images", param)
     for source, name in _named(sources, param):
+        if isinstance(source, SoundSource):
+            continue
+        assert spec is not None, "checked above"
         if isinstance(source, ImageSource):
             check_detail(source, spec, name)
         else:
@@ -119,13 +126,13 @@ def urls_to_fetch(
     """
     found: dict[str, FetchWanted] = {}
     for source, name in _named(sources, param):
-        is_video = isinstance(source, VideoSource)
-        has_content = (source.file, source.frames) if is_video else (source.pil,)
-        if any(one is not None for one in has_content) or is_data_url(source.url):
+        kind = _kind(source)
+        if _has_content(source) or is_data_url(source.url):
             continue
-        fetch_target(source.url, limits.images.domains, name, is_video=is_video)
-        first = found.get(source.url, FetchWanted(name, is_video))
-        found[source.url] = FetchWanted(first.name, first.is_video or is_video)
+        fetch_target(source.url, limits.images.domains, name, kind)
+        first = found.get(source.url, FetchWanted(name, kind))
+        is_video = MediaKind.video in (first.kind, kind)
+        found[source.url] = FetchWanted(first.name, MediaKind.video if is_video else first.kind)
     return found
 
 
@@ -136,60 +143,95 @@ def prepare_media(
     *,
     param: str,
     fetched: Mapping[str, bytes],
-    begin: Callable[[str, bool], None] = lambda name, is_video: None,
+    begin: Callable[[str, MediaKind], None] = lambda name, kind: None,
 ) -> list[PreparedMedium]:
-    """Decode and resize the images and videos of one prompt. Pillow is imported with the first.
+    """Decode and resize the media of one prompt. Pillow is imported with the first image.
 
     Args:
         sources: what `check_media` has checked.
         model: the model.
         limits: the limits.
-        param: the field that has the images and videos, for errors.
+        param: the field that has them, for errors.
         fetched: URL -> the bytes that were fetched, for all URLs of `urls_to_fetch`.
-        begin: called before each of them with its name in errors, and whether it is a video.
+        begin: called before each of them with its name in errors, and what it is.
 
     Raises:
         InvalidRequestError: one is not valid or too large, all together have more embeddings than a
-            request can have, or the package that decodes videos is missing.
+            request can have, or the package that decodes videos and sounds is missing.
     """
-    if not sources:
-        return []
-    spec = model.images
-    assert spec is not None, "checked by check_media"
     media: list[PreparedMedium] = []
     num_tokens = 0
-    for index, (source, name) in enumerate(_named(sources, param)):
-        is_video = isinstance(source, VideoSource)
-        begin(name, is_video)
-        most = model.image_cache_tokens - num_tokens
+    for source, name in _named(sources, param):
+        kind = _kind(source)
+        begin(name, kind)
+        most = model.media_cache_tokens - num_tokens
         try:
-            if isinstance(source, VideoSource):
-                video = _video(source, spec, limits, name, fetched, most)
-                medium = PreparedMedium(video.pairs, is_video=True, times=video.times)
-            else:
-                image = prepare_image_source(source, spec, limits.images, name, fetched)
-                medium = PreparedMedium((image,))
+            medium = _prepared(source, model, limits, name, fetched, most)
         except InvalidRequestError as error:
-            code = error.code or ("invalid_video" if is_video else "invalid_image")
+            noun = "audio" if kind is MediaKind.sound else kind.value
+            code = error.code or f"invalid_{noun}"
             raise InvalidRequestError(str(error), param=param, code=code) from error
-        num_tokens += sum(image.num_tokens for image in medium.images)
-        if num_tokens > model.image_cache_tokens:
-            noun = "images" if not any(one.is_video for one in media) else "images and videos"
-            raise InvalidRequestError(
-                f"{param}: the first {index + 1} {noun} have {num_tokens} embeddings, and a"
-                f" request can have {model.image_cache_tokens} (images.cache_tokens); send fewer"
-                " or smaller ones",
-                param=param,
-                code="too_many_embeddings",
-            )
+        num_tokens += sum(part.num_tokens for part in medium.parts)
+        if num_tokens > model.media_cache_tokens:
+            raise _too_many_tokens(media, medium, num_tokens, model, param)
         media.append(medium)
-    _check_times([image for medium in media for image in medium.images], param)
+    _check_times(media, param)
     return media
 
 
-def _check_times(images: Sequence[PromptImage], param: str) -> None:
+def _prepared(
+    source: MediaSource,
+    model: ServedModel,
+    limits: MediaLimits,
+    name: str,
+    fetched: Mapping[str, bytes],
+    max_tokens: int,
+) -> PreparedMedium:
+    """One medium. A video with more than `max_tokens` embeddings is refused."""
+    if isinstance(source, SoundSource):
+        assert model.sounds is not None, "checked by check_media"
+        return PreparedMedium(_sound(source, model.sounds, limits, name, fetched), MediaKind.sound)
+    assert model.images is not None, "checked by check_media"
+    if isinstance(source, VideoSource):
+        video = _video(source, model.images, limits, name, fetched, max_tokens)
+        return PreparedMedium(video.pairs, MediaKind.video, video.times)
+    image = prepare_image_source(source, model.images, limits.images, name, fetched)
+    return PreparedMedium((image,))
+
+
+def _too_many_tokens(
+    media: Sequence[PreparedMedium],
+    last: PreparedMedium,
+    num_tokens: int,
+    model: ServedModel,
+    param: str,
+) -> InvalidRequestError:
+    """The error for media that have more embeddings than a request can have.
+
+    Args:
+        media: those before the last one.
+        last: with it, there are too many.
+        num_tokens: embeddings of all of them.
+        model: the model.
+        param: the field that has them.
+    """
+    noun, setting, remedy = "images", "images.cache_tokens", "send fewer or smaller ones"
+    if last.kind is MediaKind.sound:
+        noun, setting, remedy = "sounds", "audio.cache_tokens", "send fewer or shorter ones"
+    elif any(one.kind is MediaKind.video for one in media):
+        noun = "images and videos"
+    return InvalidRequestError(
+        f"{param}: the first {len(media) + 1} {noun} have {num_tokens} embeddings, and a request"
+        f" can have {model.media_cache_tokens} ({setting}); {remedy}",
+        param=param,
+        code="too_many_embeddings",
+    )
+
+
+def _check_times(media: Sequence[PreparedMedium], param: str) -> None:
     """Refuse videos with more positions in time than a model has."""
-    extra = count_extra_positions(images)
+    pairs = [part for one in media for part in one.parts if isinstance(part, PromptImage)]
+    extra = count_extra_positions(pairs)
     if extra > EXTRA_POSITIONS:
         raise InvalidRequestError(
             f"{param}: the videos last so long that they take {extra} more positions than they "
@@ -217,7 +259,7 @@ def _video(
     elif is_frames_url(source.url):
         content = data_url_frames(source.url, max_bytes, limits.video.max_frames, name)
     elif is_data_url(source.url):
-        content = data_url_bytes(source.url, max_bytes, name, is_video=True)
+        content = data_url_bytes(source.url, max_bytes, name, MediaKind.video)
     else:
         content = fetched[source.url]
     return prepare_video(
@@ -225,16 +267,48 @@ def _video(
     )
 
 
+def _sound(
+    source: SoundSource,
+    spec: SoundSpec,
+    limits: MediaLimits,
+    name: str,
+    fetched: Mapping[str, bytes],
+) -> tuple[PromptSound, ...]:
+    """The windows of a sound."""
+    content: SoundContent
+    if source.samples is not None:
+        content = source.samples
+    elif source.file is not None:
+        content = source.file
+    elif is_data_url(source.url):
+        max_bytes = max_audio_bytes(limits.audio)
+        content = data_url_bytes(source.url, max_bytes, name, MediaKind.sound)
+    else:
+        content = fetched[source.url]
+    return prepare_sound(content, spec, limits.audio, name)
+
+
+def _kind(source: MediaSource) -> MediaKind:
+    if isinstance(source, SoundSource):
+        return MediaKind.sound
+    return MediaKind.video if isinstance(source, VideoSource) else MediaKind.image
+
+
+def _has_content(source: MediaSource) -> bool:
+    """Whether a source has something else than a URL."""
+    if isinstance(source, ImageSource):
+        return source.pil is not None
+    given = source.frames if isinstance(source, VideoSource) else source.samples
+    return source.file is not None or given is not None
+
+
 def _named(sources: Sequence[MediaSource], param: str) -> Iterator[tuple[MediaSource, str]]:
-    """Each image and video with its name in errors."""
-    num_images = num_videos = 0
+    """Each medium with its name in errors, such as `messages: image 1`."""
+    counts = dict.fromkeys(MediaKind, 0)
     for source in sources:
-        if isinstance(source, VideoSource):
-            num_videos += 1
-            yield source, f"{param}: video {num_videos}"
-        else:
-            num_images += 1
-            yield source, f"{param}: image {num_images}"
+        kind = _kind(source)
+        counts[kind] += 1
+        yield source, f"{param}: {kind.value} {counts[kind]}"
 
 
 def _check_frames_url(source: VideoSource, name: str, param: str) -> None:
@@ -249,6 +323,21 @@ def _check_frames_url(source: VideoSource, name: str, param: str) -> None:
         )
 
 
+def _check_kinds(
+    kinds: Sequence[MediaKind], model: ServedModel, limits: MediaLimits, param: str
+) -> None:
+    """Refuse media that the model does not take; whether it takes videos is not checked."""
+    others = "text and images" if model.images is not None else "text"
+    if MediaKind.sound in kinds and model.sounds is None:
+        hint = "" if limits.audio.max_per_request else " (audio.max_per_request is 0)"
+        raise _takes_none(model, f"sounds{hint}", others, param)
+    if model.images is None and any(kind is not MediaKind.sound for kind in kinds):
+        noun = "images" if MediaKind.image in kinds else "videos"
+        hint = "" if limits.images.max_per_request else " (images.max_per_request is 0)"
+        others = "text" if model.sounds is None else "text and sounds"
+        raise _takes_none(model, f"{noun}{hint}", others, param)
+
+
 def _takes_none(model: ServedModel, noun: str, others: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{param}: {model.name} takes no {noun}; send {others} only",
@@ -257,11 +346,14 @@ def _takes_none(model: ServedModel, noun: str, others: str, param: str) -> Inval
     )
 
 
-def _check_number(number: int, noun: str, section: str, most: int, param: str) -> None:
+def _check_number(
+    kinds: Sequence[MediaKind], kind: MediaKind, section: str, most: int, param: str
+) -> None:
+    number = kinds.count(kind)
     if number > most:
         raise InvalidRequestError(
-            f"{param} has {number} {noun}s, and {section}.max_per_request allows {most}; send"
-            " fewer",
+            f"{param} has {number} {kind.value}s, and {section}.max_per_request allows {most};"
+            " send fewer",
             param=param,
-            code=f"too_many_{noun}s",
+            code=f"too_many_{kind.value}s",
         )

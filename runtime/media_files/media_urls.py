@@ -1,4 +1,4 @@
-"""The URLs of images and videos: reads data URLs, and checks those that are fetched.
+"""The URLs of media: reads data URLs, and checks those that are fetched.
 
 The address of a URL that is fetched is checked here, because the process that reads the request
 finds the URLs, and another process fetches them (runtime/media/fetch_media.py).
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.media_kinds import MediaKind
 
 __all__ = (
     "FetchTarget",
@@ -37,21 +38,31 @@ _KEPT = "".join(map(chr, range(0x21, 0x7F)))
 
 
 class UrlWords(NamedTuple):
-    """The words of errors about the URL of an image or a video."""
+    """The words of errors about the URL of a medium, and of the request that fetches it."""
 
     noun: str
+    accepts: str  # the header Accept
     setting: str  # the most bytes
     example: str  # of a data URL
     code: str
 
 
-_IMAGE = UrlWords("image", "images.max_mib", "data:image/png;base64,DATA", "invalid_image_url")
-_VIDEO = UrlWords("video", "video.max_mib", "data:video/mp4;base64,DATA", "invalid_video_url")
+_WORDS = {
+    MediaKind.image: UrlWords(
+        "image", "image/*", "images.max_mib", "data:image/png;base64,DATA", "invalid_image_url"
+    ),
+    MediaKind.video: UrlWords(
+        "video", "video/*", "video.max_mib", "data:video/mp4;base64,DATA", "invalid_video_url"
+    ),
+    MediaKind.sound: UrlWords(
+        "sound", "audio/*", "audio.max_mib", "data:audio/wav;base64,DATA", "invalid_audio_url"
+    ),
+}
 
 
-def url_words(*, is_video: bool) -> UrlWords:
-    """The words of errors about the URL of an image or a video."""
-    return _VIDEO if is_video else _IMAGE
+def url_words(kind: MediaKind) -> UrlWords:
+    """The words for a kind of media."""
+    return _WORDS[kind]
 
 
 class FetchTarget(NamedTuple):
@@ -80,19 +91,19 @@ def is_frames_url(url: str) -> bool:
     return url[: len(_FRAMES_HEAD)].lower() == _FRAMES_HEAD
 
 
-def data_url_bytes(url: str, max_bytes: int, name: str, *, is_video: bool = False) -> bytes:
+def data_url_bytes(url: str, max_bytes: int, name: str, kind: MediaKind) -> bytes:
     """The bytes of a data URL in base64. Its media type has no effect.
 
     Args:
         url: `data:MEDIA_TYPE;base64,DATA`. Line breaks in the data are skipped.
         max_bytes: a larger file is refused before it is decoded.
-        name: the name of the image or video in errors.
-        is_video: whether it is a video.
+        name: the name of the medium in errors.
+        kind: what it is.
 
     Raises:
         InvalidRequestError: the URL is not in base64, or too large.
     """
-    words = url_words(is_video=is_video)
+    words = url_words(kind)
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         problem = f"is a data URL without ';base64,'; write {words.example}"
@@ -114,16 +125,17 @@ def data_url_frames(url: str, max_bytes: int, max_frames: int, name: str) -> lis
     Raises:
         InvalidRequestError: a frame is not in base64, or there are too many, or they are too large.
     """
+    words = url_words(MediaKind.video)
     text = _without_breaks(url[len(_FRAMES_HEAD) :])
-    _check_size(text, max_bytes, name, _VIDEO)
+    _check_size(text, max_bytes, name, words)
     num_frames = text.count(",") + 1
     if num_frames > max_frames:
         raise _invalid(
             name,
             f"has {num_frames} frames, and video.max_frames allows {max_frames}; send fewer",
-            _VIDEO,
+            words,
         )
-    return [_from_base64(frame, name, _VIDEO) for frame in text.split(",")]
+    return [_from_base64(frame, name, words) for frame in text.split(",")]
 
 
 def _without_breaks(text: str) -> str:
@@ -154,21 +166,19 @@ def _from_base64(text: str, name: str, words: UrlWords) -> bytes:
         ) from error
 
 
-def fetch_target(
-    url: str, domains: Sequence[str], name: str, *, is_video: bool = False
-) -> FetchTarget:
+def fetch_target(url: str, domains: Sequence[str], name: str, kind: MediaKind) -> FetchTarget:
     """Check that the content of a URL may be fetched.
 
     Args:
         url: the URL. A fragment has no effect.
-        domains: `images.domains`: the hosts from which images and videos are fetched.
-        name: the name of the image or video in errors.
-        is_video: whether it is a video.
+        domains: `images.domains`: the hosts from which media are fetched.
+        name: the name of the medium in errors.
+        kind: what it is.
 
     Raises:
         InvalidRequestError: it is not a URL of HTTP, or its host is not in `domains`.
     """
-    words = url_words(is_video=is_video)
+    words = url_words(kind)
     shown = repr(url[:100])
     if len(url) > _MAX_URL:
         problem = f"has a URL of {len(url)} characters; at most {_MAX_URL} are allowed"

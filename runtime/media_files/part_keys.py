@@ -1,4 +1,4 @@
-"""Checks the keys of the parts with images and videos that a Python program gives."""
+"""Checks the keys of the parts with media that a Python program gives."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ostinato.conf.cache.cache_schema import CacheConfig
 from ostinato.conf.schema import DeviceConfig
+from ostinato.conf.sections.cache_schema import CacheConfig
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
@@ -75,6 +75,8 @@ class ModelFootprint:
     image_bytes: int = 0
     # The audio tower and the caches of cross attention; `weights_bytes` includes them.
     audio_bytes: int = 0
+    # The audio tower and the tables for embeddings of sounds; `weights_bytes` includes them.
+    sound_bytes: int = 0
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers, in the device's memory
 
 
@@ -195,18 +197,7 @@ def plan_memory(
         if draft.copied_bytes:
             reason += f"; {_size(draft.copied_bytes)} are copies of the model's embedding or head"
         reasons.append(reason)
-    if model.adapter_bytes:
-        reasons.append(f"adapters: {_size(model.adapter_bytes)} of the weights are their slots")
-    if model.image_bytes:
-        reasons.append(
-            f"images: {_size(model.image_bytes)} of the weights are the vision tower and the tables"
-            " of embeddings (images.cache_tokens)"
-        )
-    if model.audio_bytes:
-        reasons.append(
-            f"audio: {_size(model.audio_bytes)} of the weights are the encoder and the caches of "
-            "cross attention (audio.cache_windows)"
-        )
+    reasons += _weights_beside_layers(model)
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
@@ -253,6 +244,31 @@ def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
         num_blocks=scheduler.max_num_seqs * per_sequence + 1,
         reasons=(*plan.reasons, "KV cache: none, an encoder keeps no keys and values"),
     )
+
+
+def _weights_beside_layers(model: ModelFootprint) -> list[str]:
+    """Texts about what the weights include besides the model's layers."""
+    parts = (
+        ("adapters", model.adapter_bytes, "their slots"),
+        (
+            "images",
+            model.image_bytes,
+            "the vision tower and the tables of embeddings (images.cache_tokens)",
+        ),
+        (
+            "audio",
+            model.audio_bytes,
+            "the encoder and the caches of cross attention (audio.cache_windows)",
+        ),
+        (
+            "sounds",
+            model.sound_bytes,
+            "the audio encoder and the table of embeddings (audio.cache_tokens)",
+        ),
+    )
+    return [
+        f"{name}: {_size(size)} of the weights are {what}" for name, size, what in parts if size
+    ]
 
 
 def _room(plan: MemoryPlan) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq.asyncio
 
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.server_schema import ExecutorName, ServerConfig
+from ostinato.conf.sections.server_schema import ExecutorName, ServerConfig
 from ostinato.runtime.early.early_engine import EarlyEngine
 from ostinato.runtime.nodes.node_hub import NodeHub
 from ostinato.runtime.nodes.ray_nodes import RayNodes

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ostinato.conf.lora.lora_schema import LoraConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.runtime.client.adapter_loading import digest_of, find_adapter
 from ostinato.runtime.client.adapter_registry import AdapterRegistry
 from ostinato.runtime.client.requested_adapters import RequestedAdapters

@@ -170,6 +170,7 @@ class OfflineGenerator:
                 bad_words_token_ids(sampling.bad_words, self.tokenizer),
                 images=prompt.images,
                 audio=prompt.audio,
+                sounds=prompt.sounds,
             ),
         )
 

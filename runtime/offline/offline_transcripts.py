@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.audio.audio_inputs import AudioWindow, PreparedAudio
 from ostinato.runtime.audio.offline_audio import AudioInput, audio_list, prepare_input

@@ -10,6 +10,7 @@ import msgspec
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.runtime.engine.engine_state import EngineState
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.outputs import SequenceOutput
@@ -65,21 +66,32 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Queue a request.
 
-    A grammar or images can take megabytes, and all completions of a prompt have the same. So a
-    request is sent without its grammar if this is the grammar that was sent last, and without its
-    images if these are the images that were sent last.
+    A grammar, images or sounds can take megabytes, and all completions of a prompt have the same.
+    So a request is sent without its grammar if this is the grammar that was sent last, and without
+    its images and sounds if these are the ones that were sent last.
     """
 
     request: Request
     repeats_grammar: bool = False  # the request has the grammar that was sent last
-    repeats_images: bool = False  # the request has the images that were sent last
+    repeats_media: bool = False  # the request has the images and sounds that were sent last
 
 
 class LastParts(NamedTuple):
     """The large parts of requests that crossed a connection last."""
 
     grammar: str = ""  # empty = none
-    images: list[PromptImage] = []  # noqa: RUF012 - never changed; of the last request
+    # Never changed; of the last request.
+    images: list[PromptImage] = []  # noqa: RUF012
+    sounds: list[PromptSound] = []  # noqa: RUF012
+
+    def after(self, request: Request) -> LastParts:
+        """The parts when a request has crossed the connection."""
+        return LastParts(request.grammar or self.grammar, request.images, request.sounds)
+
+    def has_media(self, request: Request) -> bool:
+        """Whether a request has images or sounds, and these crossed the connection last."""
+        same = request.images == self.images and request.sounds == self.sounds
+        return bool(request.images or request.sounds) and same
 
 
 def without_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMessage, LastParts]:
@@ -96,16 +108,16 @@ def without_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientM
         return message, last
     request = message.request
     repeats_grammar = bool(request.grammar) and request.grammar == last.grammar
-    repeats_images = bool(request.images) and request.images == last.images
-    last = LastParts(request.grammar or last.grammar, request.images)
-    if not (repeats_grammar or repeats_images):
-        return message, last
+    repeats_media = last.has_media(request)
+    if not (repeats_grammar or repeats_media):
+        return message, last.after(request)
     bare = msgspec.structs.replace(
         request,
         grammar="" if repeats_grammar else request.grammar,
-        images=[] if repeats_images else request.images,
+        images=[] if repeats_media else request.images,
+        sounds=[] if repeats_media else request.sounds,
     )
-    return AddRequest(bare, repeats_grammar, repeats_images), last
+    return AddRequest(bare, repeats_grammar, repeats_media), last.after(request)
 
 
 def with_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMessage, LastParts]:
@@ -121,14 +133,15 @@ def with_repetition(message: ClientMessage, last: LastParts) -> tuple[ClientMess
     if not isinstance(message, AddRequest):
         return message, last
     request = message.request
-    if message.repeats_grammar or message.repeats_images:
+    if message.repeats_grammar or message.repeats_media:
         request = msgspec.structs.replace(
             request,
             grammar=last.grammar if message.repeats_grammar else request.grammar,
-            images=last.images if message.repeats_images else request.images,
+            images=last.images if message.repeats_media else request.images,
+            sounds=last.sounds if message.repeats_media else request.sounds,
         )
         message = AddRequest(request)
-    return message, LastParts(request.grammar or last.grammar, request.images)
+    return message, last.after(request)
 
 
 def detach_data(message: ClientMessage) -> tuple[ClientMessage, list[bytes]]:
@@ -164,7 +177,8 @@ def attach_data(message: ClientMessage, data: Sequence[bytes]) -> ClientMessage:
     if audio is not None:
         audio = audio.with_data(found[audio.digest])
     images = [image.with_data(found[image.digest]) for image in request.images]
-    return replace(message, request=replace(request, images=images, audio=audio))
+    sounds = [sound.with_data(found[sound.digest]) for sound in request.sounds]
+    return replace(message, request=replace(request, images=images, audio=audio, sounds=sounds))
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):

@@ -162,7 +162,7 @@ def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
 def _bare(request: Request) -> Request:
     """The parts of a request that are needed by a rank that does not sample."""
     scored = request.sampling.prompt_logprobs
-    is_read = scored is not None or request.pooling is not None or bool(request.images)
+    is_read = scored is not None or request.pooling is not None or bool(request.media)
     return Request(
         request_id="",
         prompt_token_ids=request.prompt_token_ids if is_read else [],
@@ -171,6 +171,7 @@ def _bare(request: Request) -> Request:
         adapter_slot=request.adapter_slot,
         images=request.images,
         audio=request.audio,
+        sounds=request.sounds,
     )
 
 

@@ -14,7 +14,7 @@ import zmq
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import InstructionSetName
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.process.engine_child import EngineChild
 from ostinato.runtime.process.engine_process import EngineProcess

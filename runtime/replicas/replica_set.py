@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
-from ostinato.conf.server_schema import ParallelConfig, ServerConfig
+from ostinato.conf.sections.server_schema import ParallelConfig, ServerConfig
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
 from ostinato.runtime.replicas.launcher import EngineLauncher
 from ostinato.runtime.replicas.replica import Replica

@@ -216,7 +216,7 @@ class Scheduler:
         order = self._turns.order_of(request)
         num_tokens = len(request.prompt_token_ids)
         table = self._cache.new_table(
-            num_tokens, request.cache_salt, request.all_cache_keys, images=request.images
+            num_tokens, request.cache_salt, request.all_cache_keys, media=request.media
         )
         sequence = Sequence(request, order, self.max_model_len, table)
         self._sequences[request.request_id] = sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig
+from ostinato.conf.sections.speculation_schema import SpeculationConfig
 from ostinato.runtime.speculation.answer_history import AnswerHistory
 from ostinato.runtime.speculation.prediction import PredictionFollower
 from ostinato.runtime.speculation.proposer import Draft, DraftSource

@@ -16,7 +16,7 @@ import msgspec
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
 from ostinato.conf.schema import InstructionSetName, LoadFormat
-from ostinato.conf.speculation.speculation_schema import NO_DRAFTS, SpeculationMethod
+from ostinato.conf.sections.speculation_schema import NO_DRAFTS, SpeculationMethod
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory

@@ -12,7 +12,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ostinato.conf.cache.cache_schema import CacheDType
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.environment import cache_dir, expand_user
 from ostinato.conf.schema import (
@@ -25,6 +24,7 @@ from ostinato.conf.schema import (
     ModelSection,
     Quantization,
 )
+from ostinato.conf.sections.cache_schema import CacheDType
 from ostinato.graphs.bundle import Bundle, trusted_directories
 from ostinato.models.gguf.gguf_paths import is_gguf_path
 from ostinato.ops.native import build as native

@@ -162,7 +162,7 @@ def _build_shard(plan: EnginePlan, shard: Shard, device: torch.device) -> Langua
         has_cache_scales=source.has_cache_scales,
         experts=plan.experts,
         adapters=source.adapters,
-        num_image_rows=source.num_image_rows,
+        num_media_rows=source.num_media_rows,
         cross=source.cross,
     )
 
@@ -212,6 +212,7 @@ def _suffices(part: str, plan: EnginePlan) -> bool:
         and config.recorded is None
         and config.vision is None
         and config.audio is None
+        and config.sound is None
         and source.draft is None
     )
 
@@ -286,7 +287,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "max_model_len": str(plan.memory.max_model_len),
             "ranks": _describe_ranks(source),
             "adapters": repr(source.adapters),
-            "images": str(source.num_image_rows),
+            "images": str(source.num_media_rows),
             "audio": repr(source.cross),
         },
     )

@@ -136,7 +136,7 @@ def build_rank(
         _LOG.info("%slayers: %s", name, _count_layers(graphs))
         if kernels := describe_kernels(plan):
             _LOG.info("CPU kernels: %s", kernels)
-        encoding = make_encoder_parts(model, buffers, source.images)
+        encoding = make_encoder_parts(model, buffers, source.images, source.sounds)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars, encoding)
         parts = runner, kv_cache, grammars, monitor
         executor = _make_executor(plan, model, *parts, pages, encoding, undo)

@@ -16,7 +16,7 @@ import os
 from contextlib import ExitStack, closing
 
 from ostinato.conf.schema import DeviceName
-from ostinato.conf.server_schema import ParallelConfig
+from ostinato.conf.sections.server_schema import ParallelConfig
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.directories import ensure_cache

@@ -81,8 +81,9 @@ def describe_model(plan: EnginePlan, phases: dict[str, float]) -> ServedModel:
         speculates=source.limits.rows_per_seq > 1,
         block_size=plan.config.cache.block_size if source.config.kind.needs_kv_cache else 0,
         images=source.images,
-        image_cache_tokens=source.num_image_rows,
+        media_cache_tokens=source.num_media_rows,
         audio=source.audio,
+        sounds=source.sounds,
         audio_windows=0 if source.cross is None else source.cross.num_windows,
     )
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.runtime.audio.given_sounds import SOUND_KINDS, sound_list, sound_of_part
 from ostinato.runtime.audio.offline_audio import prepare_one_window
 from ostinato.runtime.audio.transcript_prompt import rules_after
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
-from ostinato.runtime.media.placeholders import expand_placeholders
+from ostinato.runtime.media.placeholders import place_media
 from ostinato.runtime.media.prompt_media import (
     FetchWanted,
     MediaLimits,
@@ -24,15 +24,11 @@ from ostinato.runtime.media.prompt_media import (
     prepare_media,
     urls_to_fetch,
 )
-from ostinato.runtime.media.template_media import (
-    IMAGE_PART,
-    VIDEO_PART,
-    text_part,
-    with_media_shown,
-)
+from ostinato.runtime.media.template_media import MEDIA_PARTS, text_part, with_media_shown
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.part_keys import check_keys
 from ostinato.runtime.text.offline_prompts import MediaPrompt, Prompt
-from ostinato.runtime.types.audio import PromptAudio
+from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
@@ -42,7 +38,7 @@ from ostinato.runtime.video.offline_videos import VIDEO_KINDS, video_of_part
 if TYPE_CHECKING:
     from ostinato.runtime.text.tokenizer import Tokenizer
 
-__all__ = ("EncodedPrompt", "PromptInputs", "check_sampling_with_images")
+__all__ = ("EncodedPrompt", "PromptInputs", "check_sampling_with_media")
 
 Message = Mapping[str, Any]
 # The keys of the parts that are images, besides `type` and the image itself.
@@ -58,8 +54,9 @@ _DETAILS = ("auto", "low", "high")
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that is ready for `make_requests`."""
 
-    token_ids: list[int]  # with a placeholder token for each embedding of an image or video
+    token_ids: list[int]  # with a placeholder token for each embedding of a medium
     images: list[PromptImage] = []  # and the pairs of frames of videos
+    sounds: list[PromptSound] = []
     audio: PromptAudio | None = None
     rules: TranscriptRules | None = None  # of the output, unless the parameters have some
     text: str | None = None  # the prompt, if it is a text
@@ -70,7 +67,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InvalidRequestError: a parameter cannot be combined with the prompt's media.
         """
-        check_sampling_with_images(sampling, self.images)
+        check_sampling_with_media(sampling, [*self.images, *self.sounds])
         if self.audio is not None and sampling.truncate_prompt_tokens is not None:
             raise InvalidRequestError(
                 "truncate_prompt_tokens cannot be combined with audio; leave it out",
@@ -87,21 +84,13 @@ class PromptInputs:
     Args:
         model: the model.
         tokenizer: its tokenizer; None = prompts are token ids.
-        media: the limits of images and videos, and from where they are fetched.
-        audio: the limits of audio.
+        media: the limits of media, and from where they are fetched.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        tokenizer: Tokenizer | None,
-        media: MediaLimits,
-        audio: AudioConfig,
-    ) -> None:
+    def __init__(self, model: ServedModel, tokenizer: Tokenizer | None, media: MediaLimits) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._media = media
-        self._audio = audio
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises InvalidRequestError if there is none."""
@@ -127,30 +116,34 @@ class PromptInputs:
         return self._ids(prompt)
 
     def encode(self, prompt: Prompt | MediaPrompt) -> EncodedPrompt:
-        """A prompt as token ids, with its images and videos or its audio.
+        """A prompt as token ids, with its media.
 
         Raises:
-            InvalidRequestError: there is no tokenizer for a text, an image, a video or the audio
-                is refused, or a model that transcribes gets no audio.
+            InvalidRequestError: there is no tokenizer for a text, a medium is refused, or a model
+                that transcribes gets no audio.
         """
         sources: list[MediaSource] = []
-        audio: object = None
+        audio: Sequence[object] = ()
         if isinstance(prompt, MediaPrompt):
             sources = [*(ImageSource(pil=image) for image in prompt.images), *prompt.videos]
             audio, prompt = prompt.audio, prompt.prompt
-        if audio is not None or (self._model.audio is not None and not sources):
+        param = "multi_modal_data"
+        if self._model.audio is not None:
+            check_media(sources, self._model, self._media, param=param)
             return self._with_audio(prompt, audio)
+        sources += sound_list(audio, f"{param}.audio")
         token_ids, text = self._ids(prompt), prompt if isinstance(prompt, str) else None
         if not sources:
             return EncodedPrompt(token_ids=token_ids, text=text)
-        check_media(sources, self._model, self._media, param="multi_modal_data")
-        return self._with_media(token_ids, sources, text, param="multi_modal_data")
+        check_media(sources, self._model, self._media, param=param)
+        return self._with_media(token_ids, sources, text, param=param)
 
     def render(self, messages: Sequence[Message]) -> EncodedPrompt:
-        """A conversation as token ids, with its images and videos.
+        """A conversation as token ids, with its media.
 
         The content of a message is a text, or a list of parts. A part is a text, an image as
-        `image_url`, `input_image` or `image_pil`, or a video as `video_url` or `video`.
+        `image_url`, `input_image` or `image_pil`, a video as `video_url` or `video`, or a sound as
+        `input_audio`, `audio_url` or `audio`.
 
         Raises:
             InvalidRequestError: there is no tokenizer or no template, the template refuses the
@@ -167,9 +160,9 @@ class PromptInputs:
         sources: list[MediaSource] = []
         shown = [self._message(message, index, sources) for index, message in enumerate(messages)]
         check_media(sources, self._model, self._media, param="messages")
-        if self._model.images is not None and tokenizer.chat_template is not None:
-            template = tokenizer.chat_template.source
-            shown = with_media_shown(shown, template, self._model.images)
+        spec = self._model.media_spec
+        if spec is not None and tokenizer.chat_template is not None:
+            shown = with_media_shown(shown, tokenizer.chat_template.source, spec)
         text = tokenizer.apply_chat_template(shown)
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return self._with_media(token_ids, sources, None, param="messages")
@@ -177,17 +170,19 @@ class PromptInputs:
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _with_audio(self, prompt: Prompt, audio: object) -> EncodedPrompt:
+    def _with_audio(self, prompt: Prompt, audio: Sequence[object]) -> EncodedPrompt:
         """The decoder's prompt with its audio. A text has the special tokens in it."""
         param, spec, name = "multi_modal_data", self._model.audio, self._model.name
         code = "unsupported_parameter"
-        if spec is None:
+        assert spec is not None, "the model transcribes"
+        if len(audio) > 1:
             raise InvalidRequestError(
-                f"{param}: {name} takes no audio; send text only, or use a model that transcribes",
+                f"{param}.audio has {len(audio)} items, and a prompt takes one; give each audio a"
+                " prompt of its own, and (samples, sampling_rate) as a tuple",
                 param=param,
                 code=code,
             )
-        if audio is None:
+        if not audio:
             raise InvalidRequestError(
                 f"prompt has no audio, and {name} transcribes audio; use LLM.transcribe, or "
                 "{'prompt': text, 'multi_modal_data': {'audio': (samples, sampling_rate)}}",
@@ -210,7 +205,7 @@ class PromptInputs:
             )
         return EncodedPrompt(
             token_ids=token_ids,
-            audio=prepare_one_window(audio, spec, self._audio, param=f"{param}.audio"),
+            audio=prepare_one_window(audio[0], spec, self._media.audio, param=f"{param}.audio"),
             rules=rules_after(spec, token_ids),
             text=cast("str", prompt) if is_text else None,
         )
@@ -218,24 +213,22 @@ class PromptInputs:
     def _with_media(
         self, token_ids: list[int], sources: list[MediaSource], text: str | None, *, param: str
     ) -> EncodedPrompt:
-        """The prompt with its images and videos, which `check_media` has checked."""
+        """The prompt with its media, which `check_media` has checked."""
         model = self._model
-        if model.images is None:
-            return EncodedPrompt(token_ids=token_ids, text=text)
         urls = urls_to_fetch(sources, self._media, param=param)
         fetched = _fetch(urls, self._media) if urls else {}
         media = prepare_media(sources, model, self._media, param=param, fetched=fetched)
-        token_ids, images = expand_placeholders(
-            token_ids, media, model.images, self._bare_ids, param=param
+        placed = place_media(token_ids, media, model, self._bare_ids, param=param)
+        return EncodedPrompt(
+            token_ids=placed.token_ids, images=placed.images, sounds=placed.sounds, text=text
         )
-        return EncodedPrompt(token_ids=token_ids, images=images, text=text)
 
     def _bare_ids(self, text: str) -> list[int]:
         """The tokens of a text, without those around a prompt."""
         return self.tokenizer().encode(text, add_special_tokens=False)
 
     def _message(self, message: Message, index: int, sources: list[MediaSource]) -> dict[str, Any]:
-        """A message with `IMAGE_PART` and `VIDEO_PART`; its media are added to `sources`."""
+        """A message with `MEDIA_PARTS`; its media are added to `sources`."""
         content = message.get("content")
         if not isinstance(content, list | tuple):
             return dict(message)
@@ -245,30 +238,36 @@ class PromptInputs:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in _PART_KEYS:
                 sources.append(_source(cast("Mapping[str, Any]", part), place))
-                parts.append(dict(IMAGE_PART))
+                parts.append(dict(MEDIA_PARTS[MediaKind.image]))
             elif kind in VIDEO_KINDS:
                 sources.append(video_of_part(cast("Mapping[str, Any]", part), place))
-                parts.append(dict(VIDEO_PART))
+                parts.append(dict(MEDIA_PARTS[MediaKind.video]))
+            elif kind in SOUND_KINDS:
+                sources.append(sound_of_part(cast("Mapping[str, Any]", part), place))
+                parts.append(dict(MEDIA_PARTS[MediaKind.sound]))
             elif kind == "text" and isinstance(part.get("text"), str):
-                # Without images in the model, the template gets the parts as they are.
-                parts.append(part if self._model.images is None else text_part(part["text"]))
+                # If the model takes no media, the template gets the parts as they are.
+                parts.append(part if self._model.media_spec is None else text_part(part["text"]))
             else:
                 raise InvalidRequestError(
                     f"{place}: a part is {{'type': 'text', 'text': ...}} or has one of the types"
-                    f" {', '.join((*_PART_KEYS, *VIDEO_KINDS))}, got {reprlib.repr(part)}; audio"
-                    " is not supported",
+                    f" {', '.join((*_PART_KEYS, *VIDEO_KINDS, *SOUND_KINDS))}, got"
+                    f" {reprlib.repr(part)}",
                     param=place,
                     code="invalid_value",
                 )
         return {**message, "content": parts}
 
 
-def check_sampling_with_images(sampling: SamplingParams, images: Sequence[PromptImage]) -> None:
-    """Raises InvalidRequestError if a parameter cannot be combined with images and videos."""
+def check_sampling_with_media(
+    sampling: SamplingParams, media: Sequence[PromptImage | PromptSound]
+) -> None:
+    """Raises InvalidRequestError if a parameter cannot be combined with media in the prompt."""
     for name in ("truncate_prompt_tokens", "prompt_logprobs"):
-        if images and getattr(sampling, name) is not None:
+        if media and getattr(sampling, name) is not None:
             raise InvalidRequestError(
-                f"{name} cannot be combined with images and videos; leave it out", param=name
+                f"{name} cannot be combined with images, videos and audio; leave it out",
+                param=name,
             )
 
 

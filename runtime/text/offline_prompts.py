@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 import msgspec
 
-from ostinato.runtime.audio.offline_audio import AudioSamples
+from ostinato.runtime.audio.given_sounds import SoundInput
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.video.offline_videos import VideoInput, video_list
 from ostinato.runtime.video.video_sources import VideoSource
@@ -33,24 +33,27 @@ _MEDIA = ("image", "video", "audio")
 
 
 class MediaData(TypedDict, total=False):
-    """The images and videos of a prompt, in the order of their placeholders, or its audio."""
+    """The images and videos or the sounds of a prompt, in the order of their placeholders.
+
+    A prompt of a model that transcribes has one sound, which has no placeholder.
+    """
 
     image: PIL.Image.Image | Sequence[PIL.Image.Image]
     video: VideoInput | list[VideoInput]
-    audio: AudioSamples | list[AudioSamples]  # at most one
+    audio: SoundInput | list[SoundInput]
 
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
 
-    prompt: str  # has the text of the model's placeholder once for each image or video
+    prompt: str  # has the text of the model's placeholder once for each image, video or sound
     multi_modal_data: NotRequired[MediaData]
 
 
 class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
-    prompt_token_ids: list[int]  # has the placeholder token once for each image or video
+    prompt_token_ids: list[int]  # has the placeholder token once for each image, video or sound
     multi_modal_data: NotRequired[MediaData]
 
 
@@ -69,12 +72,12 @@ class EncoderDecoderPrompt(TypedDict):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt with images of Pillow and videos, or with audio."""
+    """A prompt with images of Pillow and videos, or with sounds."""
 
     prompt: str | Sequence[int]
     images: Sequence[Any] = ()
     videos: Sequence[VideoSource] = ()
-    audio: object = None  # `AudioSamples`, not checked; None = no audio
+    audio: Sequence[object] = ()  # each a `SoundInput`, not checked
 
 
 Prompt = str | Sequence[int]
@@ -140,9 +143,9 @@ def _unwrap(prompt: Mapping[str, object]) -> Prompt | MediaPrompt:
     if media is None:
         return bare
     fields = _fields(media)
-    images, audio = _images(fields.get("image", ())), _audio(fields.get("audio", ()))
+    images, audio = _images(fields.get("image", ())), _audio(fields.get("audio", []))
     videos = video_list(fields.get("video", []), "multi_modal_data.video")
-    if not images and not videos and audio is None:
+    if not images and not videos and not audio:
         return bare
     return MediaPrompt(prompt=bare, images=images, videos=videos, audio=audio)
 
@@ -188,8 +191,8 @@ def _fields(media: object) -> Mapping[str, object]:
     if fields is None or others:
         found = f"the key {others[0]!r}" if others else reprlib.repr(media)
         raise InvalidRequestError(
-            'multi_modal_data must be {"image": ..., "video": ...} or {"audio": (samples, '
-            f"sampling_rate)}}, got {found}",
+            'multi_modal_data must be {"image": ..., "video": ...} or {"audio": ...}, got '
+            f"{found}",
             param="multi_modal_data",
         )
     return fields
@@ -208,19 +211,14 @@ def _images(value: object) -> Sequence[object]:
     return images
 
 
-def _audio(value: object) -> object:
-    """The audio of `multi_modal_data`, or None. A list can have one audio."""
-    if isinstance(value, tuple) and value:
-        return cast("object", value)
-    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
-    if len(items) > 1:
-        raise InvalidRequestError(
-            f"multi_modal_data.audio has {len(items)} items, and a prompt takes one; give each"
-            " audio a prompt of its own, and (samples, sampling_rate) as a tuple",
-            param="multi_modal_data",
-            code="unsupported_parameter",
-        )
-    return items[0] if items else None
+def _audio(value: object) -> Sequence[object]:
+    """The sounds of `multi_modal_data`. A tuple and a list of numbers are one sound."""
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        is_one = bool(items) and all(type(item) in (float, int) for item in items)
+        return [items] if is_one else items
+    is_nothing = value is None or (isinstance(value, tuple) and not value)
+    return [] if is_nothing else [value]
 
 
 def _bare(prompt: Mapping[str, object]) -> Prompt:

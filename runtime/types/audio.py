@@ -1,4 +1,8 @@
-"""`PromptAudio`: the audio that an encoder-decoder model transcribes, as sent to the engine."""
+"""Audio as sent to the engine process.
+
+`PromptAudio` is what an encoder-decoder model transcribes. `PromptSound` stands in the prompt of
+a chat model.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import struct
 
 import msgspec
 
-__all__ = ("PromptAudio", "audio_digest")
+__all__ = ("PromptAudio", "PromptSound", "audio_digest")
 
 
 def audio_digest(num_bins: int, num_frames: int, features: bytes | memoryview) -> bytes:
@@ -56,6 +60,70 @@ class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         """
         if audio_digest(self.num_bins, self.num_frames, data) != self.digest:
             raise ValueError("the features of audio have another digest")
+        return self.with_data(data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of `data`."""
+        return self.num_bins * self.num_frames * 4
+
+
+class PromptSound(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One window of a sound, as a log-mel spectrogram.
+
+    A sound that is longer than a window is several windows, whose tokens follow each other.
+    """
+
+    digest: bytes  # `audio_digest`
+    begin: int  # index of its first placeholder token in the prompt
+    num_tokens: int  # its placeholder tokens, one for each embedding
+    num_bins: int  # mel bins
+    # The frames that the encoder's states depend on: 2n + 1 for n states, or those of a full
+    # window. Frames of the silence after them are left out.
+    num_frames: int
+    features: bytes = b""  # [num_bins, num_frames] float32; empty where they were left out
+
+    @property
+    def end(self) -> int:
+        """The index after its last placeholder token."""
+        return self.begin + self.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the media tables that its embeddings take."""
+        return self.num_tokens
+
+    @property
+    def cache_key(self) -> bytes:
+        """What the keys and values of its tokens depend on, besides the tokens before it."""
+        return self.digest
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of `data`."""
+        return self.num_bins, self.num_frames
+
+    @property
+    def data(self) -> bytes:
+        """What the encoder reads."""
+        return self.features
+
+    def without_data(self) -> PromptSound:
+        """The same window without its features."""
+        return msgspec.structs.replace(self, features=b"")
+
+    def with_data(self, data: bytes) -> PromptSound:
+        """The same window with these features, which are known to have its digest."""
+        return msgspec.structs.replace(self, features=data)
+
+    def with_checked_data(self, data: bytes) -> PromptSound:
+        """The same window with these features.
+
+        Raises:
+            ValueError: they have another digest.
+        """
+        if audio_digest(self.num_bins, self.num_frames, data) != self.digest:
+            raise ValueError("the features of a sound have another digest")
         return self.with_data(data)
 
     @property

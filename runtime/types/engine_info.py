@@ -11,6 +11,7 @@ import msgspec
 
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.types.params import PoolingKind
 from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
@@ -92,9 +93,15 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided
     block_size: int = 0  # tokens of a KV block; 0 = unknown, or no keys and values are kept
     images: ImageSpec | None = None  # how the model takes images; None = it takes none
-    image_cache_tokens: int = 0  # the most embeddings of images that one request can have
-    audio: AudioSpec | None = None  # how the model takes audio; None = it takes none
+    media_cache_tokens: int = 0  # the most embeddings of images or sounds that one request can have
+    audio: AudioSpec | None = None  # how the model transcribes audio; None = it does not
+    sounds: SoundSpec | None = None  # how the model takes sounds; None = it takes none
     audio_windows: int = 0  # windows of audio that are transcribed at once
+
+    @property
+    def media_spec(self) -> ImageSpec | SoundSpec | None:
+        """How the model takes what stands in a prompt besides text; None = it takes text only."""
+        return self.images if self.sounds is None else self.sounds
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

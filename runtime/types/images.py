@@ -43,7 +43,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
 
     @property
     def num_rows(self) -> int:
-        """Rows of the image tables that its embeddings take."""
+        """Rows of the media tables that its embeddings take."""
         return self.num_tokens
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ostinato.runtime.types.audio import PromptAudio
+from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
@@ -46,11 +46,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     adapter_slot: int = -1
     images: list[PromptImage] = []  # in the order of the prompt
     audio: PromptAudio | None = None  # what cross attention reads
+    sounds: list[PromptSound] = []  # in the order of the prompt
 
     @property
-    def encoded_inputs(self) -> list[PromptImage] | list[PromptAudio]:
+    def media(self) -> list[PromptImage | PromptSound]:
+        """What stands in the prompt besides text; a model takes images or sounds."""
+        return [*self.images, *self.sounds]
+
+    @property
+    def encoded_inputs(self) -> list[PromptImage | PromptSound] | list[PromptAudio]:
         """What the encoder of the model must encode before the request can run."""
-        return self.images if self.audio is None else [self.audio]
+        return self.media if self.audio is None else [self.audio]
 
     @property
     def all_cache_keys(self) -> tuple[str, ...]:
@@ -65,4 +71,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
             self,
             images=[image.without_data() for image in self.images],
             audio=None if self.audio is None else self.audio.without_data(),
+            sounds=[sound.without_data() for sound in self.sounds],
         )

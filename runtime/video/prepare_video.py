@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import FRAMES_OF_PAIR, VideoSpec
 from ostinato.runtime.errors import InvalidRequestError

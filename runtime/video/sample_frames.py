@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.video_spec import FRAMES_OF_PAIR, VideoSpec
 from ostinato.runtime.video.video_sources import FrameSampling
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import VideoSpec
 from ostinato.runtime.errors import InvalidRequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ostinato.conf.lora.lora_schema import LoraConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.runtime.types.engine_info import ServedTask
 from tests.api.fake_client import HELLO
 

@@ -14,9 +14,9 @@ from litestar.testing import TestClient
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
-from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient
 from tests.runtime.text import tokenizer_builders

@@ -10,7 +10,7 @@ from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.types.params import SamplingParams
 from tests.api.fake_client import FakeClient
 from tests.arch.tree import name_of, source_files

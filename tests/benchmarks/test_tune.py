@@ -27,11 +27,11 @@ from ostinato.benchmarks.tune.output import (
 from ostinato.benchmarks.tune.search import Search, open_storage, study_name
 from ostinato.benchmarks.tune.space import Space, Variant, apply_values, is_alike
 from ostinato.commands import run
-from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.conf.tuning_schema import TuneObjective
+from ostinato.conf.sections.bench_schema import SloSection
+from ostinato.conf.sections.tuning_schema import TuneObjective
 from tests.runtime.cost_tables import make_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,10 +32,16 @@ from ostinato.conf.errors import ConfigError
             {"limit_mm_per_prompt": {"image": 0, "video": 0}},
             {"images.max_per_request": 0, "video.max_per_request": 0},
         ),
-        ({"limit_mm_per_prompt": {"audio": 0}}, {}),
+        ({"limit_mm_per_prompt": {"audio": 0}}, {"audio.max_per_request": 0}),
+        ({"limit_mm_per_prompt": "audio=3"}, {"audio.max_per_request": 3}),
+        ({"limit_mm_per_prompt": {"smell": 0}}, {}),
         (
             {"language_model_only": True},
-            {"images.max_per_request": 0, "video.max_per_request": 0},
+            {
+                "images.max_per_request": 0,
+                "video.max_per_request": 0,
+                "audio.max_per_request": 0,
+            },
         ),
         ({"language_model_only": False}, {}),
         ({"mm_processor_kwargs": '{"max_pixels": 1000}'}, {"images.max_resized_pixels": 1000}),
@@ -65,7 +71,7 @@ def test_settings(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"limit_mm_per_prompt": {"audio": 1}}, "audio is not supported, only image and video"),
+        ({"limit_mm_per_prompt": {"smell": 1}}, "smell is not supported, only image, video and a"),
         ({"limit_mm_per_prompt": {"video": "many"}}, "the limit of video must be a whole number"),
         (
             {"limit_mm_per_prompt": {"image": 0, "video": 2}},

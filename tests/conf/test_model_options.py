@@ -38,7 +38,7 @@ KNOWN = {
     "llama-45m": (56_369_664, 4_096),
     "llama-70b": (70_553_706_496, 131_072),
     "llama-8b": (8_030_261_248, 131_072),
-    "llava-1.5-7b": (7_050_828_800, 4_096),  # without the tower's last layer, which is not used
+    "llava-1.5-7b": (7_050_828_800, 4_096),  # without `UNUSED`
     "mistral-7b": (7_248_023_552, 32_768),
     "mistral-small-24b": (23_572_403_200, 32_768),
     "mixtral-8x22b": (140_630_071_296, 65_536),
@@ -56,6 +56,7 @@ KNOWN = {
     "pythia-410m": (405_334_016, 2_048),
     "pythia-6.9b": (6_857_302_016, 2_048),
     "qwen1.5-moe-a2.7b": (14_315_784_192, 8_192),
+    "qwen2-audio-7b": (8_397_094_912, 8_192),
     "qwen2.5-0.5b": (494_032_768, 32_768),
     "qwen2.5-7b": (7_615_616_512, 32_768),
     "qwen2.5-vl-3b": (3_754_622_976, 128_000),
@@ -79,17 +80,23 @@ KNOWN = {
 }
 
 
-# The parameters of vision towers. They are not loaded if the engine takes no images.
+# The parameters of towers. They are not loaded if the engine takes neither images nor sounds.
 TOWERS = {
     "llava-1.5-7b": 311_888_896,
+    "qwen2-audio-7b": 642_215_936,
     "qwen2.5-vl-3b": 668_684_288,
     "qwen2.5-vl-7b": 676_550_144,
     "qwen3-vl-4b": 415_347_712,
 }
 
+# The last layer and the last norm of LLaVA's tower, which are not used.
+UNUSED = {"llava-1.5-7b": 12_598_272}
+
 
 def zero_biases(config: ModelConfig) -> int:
-    """Parameters that checkpoints of Whisper lack: the biases of keys, which are zero."""
+    """Parameters that checkpoints lack: the biases of keys in Whisper and its encoder are zero."""
+    if config.sound is not None:
+        return config.sound.encoder.hidden_size * config.sound.encoder.num_layers
     if config.audio is None:
         return 0
     return config.hidden_size * (config.audio.num_layers + 2 * config.num_layers)
@@ -108,7 +115,7 @@ def test_parameters_and_context(option: str):
         dtype=config.dtype,
         device=torch.device("meta"),
         attention_backend="reference",
-        num_image_rows=1,
+        num_media_rows=1,
         cross=None
         if config.audio is None
         else CrossSpace(num_windows=1, num_keys=1500, block_size=16, dtype=config.dtype),
@@ -147,16 +154,12 @@ def test_transformers_counts_as_many_parameters(option: str):
     section = load_config([f"model={option}", "model.load_format=dummy"]).model
     hf_config = dict(open_checkpoint(section).hf_config)
     with torch.device("meta"):
-        is_whisper = hf_config["model_type"] == "whisper"
-        kind = (
-            transformers.AutoModelForSpeechSeq2Seq
-            if is_whisper
-            else transformers.AutoModelForCausalLM
-        )
-        model = kind.from_config(transformers.AutoConfig.for_model(**hf_config))
+        kind = getattr(transformers, hf_config["architectures"][0])
+        model = kind(transformers.AutoConfig.for_model(**hf_config))
     tensors = [
         *model.parameters(),
         # This bias is a buffer in transformers, and a parameter in this package.
         *(buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")),
     ]
-    assert sum(tensor.numel() for tensor in tensors) == KNOWN[option][0]
+    count = sum(tensor.numel() for tensor in tensors) - UNUSED.get(option, 0)
+    assert count == KNOWN[option][0]

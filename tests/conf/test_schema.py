@@ -5,9 +5,6 @@ import dataclasses
 import msgspec
 import pytest
 
-from ostinato.conf.bench_schema import BenchSection
-from ostinato.conf.cache.cache_schema import CacheConfig, StorePolicy
-from ostinato.conf.command_schema import GenerateSection, PlanSection
 from ostinato.conf.describe import describe_keys, describe_sections, nearest
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.root import RunConfig
@@ -18,7 +15,10 @@ from ostinato.conf.schema import (
     SamplingSection,
     SchedulerConfig,
 )
-from ostinato.conf.server_schema import ParallelConfig, ServerConfig
+from ostinato.conf.sections.bench_schema import BenchSection
+from ostinato.conf.sections.cache_schema import CacheConfig, StorePolicy
+from ostinato.conf.sections.command_schema import GenerateSection, PlanSection
+from ostinato.conf.sections.server_schema import ParallelConfig, ServerConfig
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 
 from ostinato.commands import COMMANDS
 from ostinato.conf.compose import load_config
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from tests.arch.tree import FOLDERS, ROOT
 
 DOCKER = ROOT / "docker"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from ostinato.conf.cache.cache_schema import StorePolicy
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.kv.load_costs import LoadCosts

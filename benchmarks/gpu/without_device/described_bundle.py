@@ -128,10 +128,11 @@ def _check(plan: EnginePlan) -> None:
             "compile.gpu compiles no programs with low-rank adapters; leave lora at its "
             "defaults, or compile on a machine with the GPU"
         )
-    for inputs, tower in (("images", source.config.vision), ("audio", source.config.audio)):
+    model = source.config
+    for inputs, tower in (("images", model.vision), ("audio", model.audio or model.sound)):
         if tower is not None:
             raise StartupError(
-                f"compile.gpu compiles models of texts, and {source.config.architecture} takes "
+                f"compile.gpu compiles models of texts, and {model.architecture} takes "
                 f"{inputs}; compile on a machine with the GPU"
             )
     if plan.backend != "triton":

@@ -170,7 +170,7 @@ def _own(
         device=device,
         attention_backend="reference",
         weights=choose_weights(section, checkpoint, pack=True, device=device, dtype=DTYPES[dtype]),
-        num_image_rows=4096,
+        num_media_rows=4096,
     )
     init_dummy_weights(model, 0)
     assert isinstance(model, Decoder), "models with a tower are decoders"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.conf.tuning_schema import LinkName
+from ostinato.conf.sections.tuning_schema import LinkName
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits
 

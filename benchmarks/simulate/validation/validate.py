@@ -57,8 +57,13 @@ from ostinato.benchmarks.workload.arrivals import LoadPoint
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.select import fit_parts, read_parts
 from ostinato.benchmarks.workload.workload import Part
-from ostinato.conf.bench_schema import LoadSection, SloSection, WorkloadKind, WorkloadSection
 from ostinato.conf.root import RunConfig
+from ostinato.conf.sections.bench_schema import (
+    LoadSection,
+    SloSection,
+    WorkloadKind,
+    WorkloadSection,
+)
 
 __all__ = ("validate", "validation_workloads")
 

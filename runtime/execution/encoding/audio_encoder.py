@@ -6,12 +6,13 @@ from collections.abc import Generator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.cross_attention_layer import CrossAttention
 from ostinato.runtime.execution.executor import BeginEncoding
 
-__all__ = ("AudioEncoder",)
+__all__ = ("AudioEncoder", "copy_features", "positions_per_unit")
 
 # Positions of one unit on a CPU, so that a unit of a large encoder takes some ten milliseconds, and
 # a unit of a small one is not divided too finely.
@@ -32,10 +33,7 @@ class AudioEncoder:
         self._tower = model.audio
         self._layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
         self._device = self._tower.position_embedding.device
-        rows = _ROWS * _SIZE_PER_ROWS // self._tower.config.hidden_size
-        self._rows_per_unit = min(max(rows, _ROWS // 2), _MOST_ROWS)
-        if self._device.type != "cpu":
-            self._rows_per_unit = _GPU_ROWS
+        self._rows_per_unit = positions_per_unit(self._tower.config.hidden_size, self._device)
 
     @property
     def device(self) -> torch.device:
@@ -53,9 +51,8 @@ class AudioEncoder:
 
     def begin(self, call: BeginEncoding) -> Generator[None, None, None]:
         (window,) = call.rows
-        features = np.frombuffer(call.data, dtype=np.float32).reshape(call.shape).copy()
-        copied = torch.from_numpy(features).to(self._device)
-        states = yield from self._tower.encode(copied, self._rows_per_unit)
+        features = copy_features(call, self._device)
+        states = yield from self._tower.encode(features, self._rows_per_unit)
         for layer in self._layers:
             yield from layer.store(states, window, self._rows_per_unit)
 
@@ -69,3 +66,16 @@ class AudioEncoder:
             blocks = layer.space.blocks_per_window
             for cache in (layer.k_cache, layer.v_cache):
                 cache.view(torch.uint8)[:blocks].zero_()
+
+
+def positions_per_unit(hidden_size: int, device: torch.device) -> int:
+    """Positions of an audio encoder of this size that one unit of work computes."""
+    if device.type != "cpu":
+        return _GPU_ROWS
+    return min(max(_ROWS * _SIZE_PER_ROWS // hidden_size, _ROWS // 2), _MOST_ROWS)
+
+
+def copy_features(call: BeginEncoding, device: torch.device) -> Tensor:
+    """[mel bins, frames] float32 on the device: the spectrogram that is to be encoded."""
+    features = np.frombuffer(call.data, dtype=np.float32).reshape(call.shape).copy()
+    return torch.from_numpy(features).to(device)

@@ -26,7 +26,7 @@ class ImageEncoder:
 
     Args:
         tower: computes the embeddings.
-        tables: the tables of the model, `Decoder.image_tables()`.
+        tables: the tables of the model, `Decoder.media_tables()`.
         spec: how the model takes images.
     """
 

@@ -22,7 +22,7 @@ def adapter_space(config: EngineConfig, model: ModelConfig) -> AdapterSpace | No
     if not lora.num_slots:
         return None
     inputs = "images" if model.vision is not None else "audio"
-    if model.vision is not None or model.audio is not None:
+    if model.vision is not None or model.audio is not None or model.sound is not None:
         raise StartupError(
             f"lora.max_adapters={lora.num_slots}, but {model.architecture} takes {inputs}, and "
             "such models have no adapters; merge the adapter into the checkpoint, and leave the "

@@ -7,7 +7,7 @@ import logging
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import AttentionBackendName
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationMethod
 from ostinato.models.choose_weights import WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.runtime.costs.step_limits import upper_limits

@@ -6,7 +6,7 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import DeviceConfig, DeviceName, InstructionSetName
-from ostinato.conf.server_schema import ParallelConfig
+from ostinato.conf.sections.server_schema import ParallelConfig
 from ostinato.ops.native.library import use_isa
 from ostinato.ops.parallel.distributed_group import has_nccl
 from ostinato.runtime.errors import StartupError

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import Determinism, ExpertKernels, GraphMode
-from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
+from ostinato.conf.sections.speculation_schema import NO_DRAFTS
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.base import AuxStates
 from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs

@@ -44,6 +44,7 @@ def compute_identity(plan: EnginePlan) -> dict[str, str]:
         "experts": str(plan.experts),
         "images": repr(source.images),
         "audio": repr(source.audio),
+        "sounds": repr(source.sounds),
     }
     if model.load_format is LoadFormat.dummy:
         identity["weights"] = f"dummy {model.seed}"

@@ -10,9 +10,9 @@ from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
-__all__ = ("count_image_rows", "read_images")
+__all__ = ("count_media_rows", "read_images")
 
-_LEAST_ROWS = 32_768  # rows of the image tables, if images.cache_tokens is null
+_LEAST_ROWS = 32_768  # rows of the media tables, if images.cache_tokens is null
 
 
 def read_images(
@@ -51,7 +51,7 @@ def read_images(
         raise StartupError(str(error)) from error
 
 
-def count_image_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
+def count_media_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
     """Embeddings of images and videos that can be kept at once; 0 = the model takes none."""
     if spec is None:
         return 0

@@ -12,13 +12,14 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import ExpertKernels, GraphForm, GraphMode, LoadFormat, PoolingChoice
-from ostinato.conf.server_schema import ExchangeName
-from ostinato.conf.speculation.speculation_schema import (
+from ostinato.conf.sections.server_schema import ExchangeName
+from ostinato.conf.sections.speculation_schema import (
     NO_DRAFTS,
     SpeculationConfig,
     SpeculationMethod,
 )
 from ostinato.models.audio.audio_spec import AudioSpec
+from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import (
     Checkpoint,
@@ -49,8 +50,9 @@ from ostinato.runtime.startup.plan.adapter_space import adapter_space
 from ostinato.runtime.startup.plan.audio_source import cross_space, read_audio
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
 from ostinato.runtime.startup.plan.device import resolve_device
-from ostinato.runtime.startup.plan.image_source import count_image_rows, read_images
+from ostinato.runtime.startup.plan.image_source import count_media_rows, read_images
 from ostinato.runtime.startup.plan.refusals import check_division, check_speculation
+from ostinato.runtime.startup.plan.sound_source import count_sound_rows, read_sounds
 from ostinato.runtime.text.vocabulary import vocabulary_difference
 
 __all__ = ("ModelSource", "model_skeleton", "open_model", "part_of")
@@ -80,8 +82,9 @@ class ModelSource:
     speculation: SpeculationConfig = NO_DRAFTS  # the section with `method` set
     adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
     images: ImageSpec | None = None  # how the model takes images; None = it takes none
-    num_image_rows: int = 0  # embeddings of images that can be kept at once
-    audio: AudioSpec | None = None  # how the model takes audio; None = it takes none
+    num_media_rows: int = 0  # embeddings of images or sounds that can be kept at once
+    audio: AudioSpec | None = None  # how the model transcribes audio; None = it does not
+    sounds: SoundSpec | None = None  # how the model takes sounds; None = it takes none
     cross: CrossSpace | None = None  # the room for keys and values that cross attention reads
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
@@ -158,6 +161,7 @@ def open_model(
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
     images = read_images(config, checkpoint, model_config)
+    sounds = read_sounds(config, checkpoint, model_config)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
         # Only `Attention` (models/layers/attention_layer.py) divides by the scales.
@@ -182,8 +186,9 @@ def open_model(
         head_inputs=head_inputs,
         adapters=adapter_space(config, model_config),
         images=images,
-        num_image_rows=count_image_rows(config, images),
+        num_media_rows=count_media_rows(config, images) + count_sound_rows(config, sounds),
         audio=read_audio(config, checkpoint, model_config),
+        sounds=sounds,
         cross=cross_space(config, model_config, cache_dtype),
     )
     source = part_of(source, shard)
@@ -219,7 +224,9 @@ def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
         shard = shard_of_tables(source.shard, source.config, needs_logits=needs_logits)
         tables = None
         if shard is not None:
-            tables = dataclasses.replace(source, shard=shard, images=None, num_image_rows=0)
+            tables = dataclasses.replace(
+                source, shard=shard, images=None, sounds=None, num_media_rows=0
+            )
         draft = dataclasses.replace(draft, tables=tables)
     inputs = NO_INPUTS if spec is None else spec.inputs(source.config.num_layers)
     return dataclasses.replace(source, draft=draft, head_inputs=inputs)
@@ -340,7 +347,7 @@ def _why_no_draft(draft: ModelSource) -> str | None:
         return f"{draft.config.architecture} does not generate"
     if draft.config.vision is not None:
         return f"{draft.config.architecture} takes images, and a draft model sees none"
-    if draft.config.audio is not None:
+    if draft.config.audio is not None or draft.config.sound is not None:
         return f"{draft.config.architecture} takes audio, and a draft model hears none"
     return None
 
@@ -423,7 +430,7 @@ def model_skeleton(
             exchange=source.exchange,
             experts=experts,
             adapters=source.adapters,
-            num_image_rows=source.num_image_rows,
+            num_media_rows=source.num_media_rows,
             cross=source.cross,
         )
     except ValueError as error:

@@ -20,6 +20,7 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compiler.programs import CAPTURED_TOKENS
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
+from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.adapter_slots import AdapterSlots
@@ -164,8 +165,9 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         adapter_bytes=sum(
             module.num_bytes for module in skeleton.modules() if isinstance(module, AdapterSlots)
         ),
-        image_bytes=_image_bytes(skeleton),
+        image_bytes=0 if model.vision is None else _media_bytes(skeleton),
         audio_bytes=_audio_bytes(skeleton),
+        sound_bytes=0 if model.sound is None else _media_bytes(skeleton),
         workspace_bytes=handoff
         + _encoding_bytes(source)
         + workspace_bytes(
@@ -180,12 +182,13 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     )
 
 
-def _image_bytes(skeleton: LanguageModel) -> int:
-    """Bytes of the vision tower and of the tables for embeddings of images on this rank."""
+def _media_bytes(skeleton: LanguageModel) -> int:
+    """Bytes of the tower and of the tables for embeddings of images or sounds on this rank."""
     if not isinstance(skeleton, Decoder):
         return 0
-    tables = sum(table.nbytes for table in skeleton.image_tables() if table is not None)
-    return tables + (0 if skeleton.vision is None else num_bytes(skeleton.vision))
+    tables = sum(table.nbytes for table in skeleton.media_tables() if table is not None)
+    towers = (skeleton.vision, skeleton.sound)
+    return tables + sum(num_bytes(tower) for tower in towers if tower is not None)
 
 
 def _audio_bytes(skeleton: LanguageModel) -> int:
@@ -199,19 +202,31 @@ def _audio_bytes(skeleton: LanguageModel) -> int:
 
 def _encoding_bytes(source: ModelSource) -> int:
     """Memory for encoding the largest image or pair of frames, or a window of audio."""
-    vision, images, audio = source.config.vision, source.images, source.config.audio
-    if audio is not None:
-        # As below, for each position, and a spectrogram in float32 of two frames for each position.
-        # The first convolution has two results for each position, and three times its inputs.
-        values = 9 * audio.hidden_size + 3 * audio.intermediate_size
-        values += 8 * audio.hidden_size + 8 * audio.num_bins
-        num_values = audio.num_positions * values
-        return source.dtype.itemsize * num_values + 8 * audio.num_positions * audio.num_bins
+    vision, images, config = source.config.vision, source.images, source.config
+    if config.audio is not None:
+        return _bytes_of_window(source, config.audio)
+    if config.sound is not None and source.sounds is not None:
+        sound = config.sound
+        # The means and their norms, the values between the projector's matrices, and the result,
+        # twice.
+        values = 2 * sound.encoder.hidden_size + 3 * sound.output_size
+        result = source.sounds.max_window_tokens * values * source.dtype.itemsize
+        return _bytes_of_window(source, sound.encoder) + result
     if vision is None or images is None:
         return 0
     one = _bytes_of_image(source, vision, images, images.max_tokens)
     pair = _bytes_of_image(source, vision, images, images.max_pair_tokens, FRAMES_OF_PAIR)
     return max(one, pair)
+
+
+def _bytes_of_window(source: ModelSource, audio: AudioEncoderConfig) -> int:
+    """Memory for computing the states of a window of audio."""
+    # As below, for each position, and a spectrogram in float32 of two frames for each position. The
+    # first convolution has two results for each position, and three times its inputs.
+    values = 9 * audio.hidden_size + 3 * audio.intermediate_size
+    values += 8 * audio.hidden_size + 8 * audio.num_bins
+    num_values = audio.num_positions * values
+    return source.dtype.itemsize * num_values + 8 * audio.num_positions * audio.num_bins
 
 
 def _bytes_of_image(

@@ -6,8 +6,8 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphForm, GraphMode
-from ostinato.conf.server_schema import ExchangeName
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.sections.server_schema import ExchangeName
+from ostinato.conf.sections.speculation_schema import SpeculationMethod
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.sharding import Shard
 from ostinato.runtime.costs.step_limits import StepLimits

@@ -24,9 +24,9 @@ from ostinato.api.http.api_keys import with_keys
 from ostinato.api.http.http_protocol import HttpProtocol, ReceiveLimits
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
-from ostinato.conf.audio.audio_schema import AudioConfig
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.models.audio.audio_fields import read_audio_spec
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.client.requests import ALONE, PreparedParts, RequestShare, make_requests

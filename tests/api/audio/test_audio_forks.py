@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from ostinato.api.audio.preparation import PreparedTranscript, prepare_transcription
-from ostinato.api.preparation.fork_messages import encode_result, split_result, with_features
+from ostinato.api.preparation.fork_messages import encode_result, split_result, with_data
 from ostinato.api.preparation.preparation import Arrival, PreparationSettings
 from ostinato.api.preparation.preparer import Preparer
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.runtime.errors import InvalidRequestError
 from tests.api.audio.audio_apps import (
     BOUNDARY,
@@ -74,15 +74,15 @@ def test_messages_of_forks_are_read_as_they_were_written(preparer: Preparer):
     assert len(encoded) < 5000
     bare = msgspec.json.decode(encoded, type=PreparedTranscript)
     assert [window.audio.features for window in bare.windows] == [b"", b""]
-    assert asyncio.run(with_features(bare, features)) == one
+    assert asyncio.run(with_data(bare, features)) == one
     features[0] ^= 1
     with pytest.raises(
         RuntimeError, match="wrong digest"
     ):  # the encoder's work is shared by digest
-        asyncio.run(with_features(bare, features))
+        asyncio.run(with_data(bare, features))
     features[0] ^= 1
     with pytest.raises(RuntimeError, match="another size"):
-        asyncio.run(with_features(bare, memoryview(bytes(features) + b"1")))
+        asyncio.run(with_data(bare, memoryview(bytes(features) + b"1")))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.types.engine_info import ServedTask
 from tests.api.audio.audio_apps import (
     LONG,

@@ -24,7 +24,7 @@ from ostinato.api.schemas.conversation import (
     Tool,
 )
 from ostinato.conf.compose import load_config
-from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
+from ostinato.conf.sections.server_schema import ReasoningParserName, ToolParserName
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.registry import read_model_config
 from ostinato.runtime.text.chat_template import ChatTemplate

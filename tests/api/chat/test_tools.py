@@ -15,7 +15,7 @@ from ostinato.api.parsing.detect import traits
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import REASONING
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
-from ostinato.conf.server_schema import ReasoningParserName, ServerConfig, ToolParserName
+from ostinato.conf.sections.server_schema import ReasoningParserName, ServerConfig, ToolParserName
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from litestar.exceptions import LitestarException
 
 from ostinato.api.server.app import create_app
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from tests.api.adapter_apps import adapter_apps, is_released, load, unload
 from tests.api.answers import error_of
 from tests.api.fake_client import HELLO

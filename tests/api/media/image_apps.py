@@ -71,7 +71,7 @@ def served(directory: Path, spec: ImageSpec | None, **fields: Any) -> ServedMode
         "eos_token_ids": (0,),
         "tokenizer": str(directory),
         "images": spec,
-        "image_cache_tokens": 256,
+        "media_cache_tokens": 256,
     }
     return ServedModel(**{**values, **fields})
 

@@ -24,16 +24,17 @@ from ostinato.api.preparation.fork_messages import (
     encode_result,
     read_job,
     split_result,
-    with_pixels,
+    with_data,
 )
 from ostinato.api.preparation.preparation import Arrival, Grant, PreparationSettings
 from ostinato.api.preparation.preparer import Preparer
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
-from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.server_schema import ServerConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.fetch_media import MediaFetcher
 from ostinato.runtime.media.prompt_media import MediaLimits
@@ -55,7 +56,7 @@ from tests.api.media.image_apps import (
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     directory = tmp_path_factory.mktemp("model")
     spec = image_spec(save_model(directory, PARTS_TEMPLATE), max_pixels=1 << 22)
-    model = served(directory, spec, image_cache_tokens=1 << 20, max_model_len=1 << 20)
+    model = served(directory, spec, media_cache_tokens=1 << 20, max_model_len=1 << 20)
     return Source(model, Tokenizer.from_path(directory))
 
 
@@ -146,7 +147,7 @@ async def local(host: str, port: int) -> Sequence[str]:
 
 
 def local_fetcher(config: ImagesConfig) -> MediaFetcher:
-    limits = MediaLimits(config, VideoConfig())
+    limits = MediaLimits(config, VideoConfig(), AudioConfig())
     return MediaFetcher(limits, local, lambda one: one == ipaddress.ip_address("127.0.0.1"))
 
 
@@ -206,16 +207,16 @@ def test_messages_of_forks_are_read_as_they_were_written(preparer: Preparer):
     assert len(pixels) == 48 * 3
     bare = msgspec.json.decode(encoded, type=PreparedChat)
     assert [image.pixels for image in bare.ready.generation.images] == [b"", b""]
-    assert asyncio.run(with_pixels(bare, pixels)) == one
+    assert asyncio.run(with_data(bare, pixels)) == one
     # Equal images are sent once, and share their pixels in memory.
     again = prepared(preparer, body_of(*[image_part(png(8, 4))] * 3, image_part(png(4, 4))))
     encoded_again, pixels_again = split_result(memoryview(encode_result(again))[1:])
     assert len(pixels_again) == 48 * 3
     bare_again = msgspec.json.decode(encoded_again, type=PreparedChat)
-    shared = asyncio.run(with_pixels(bare_again, pixels_again))
+    shared = asyncio.run(with_data(bare_again, pixels_again))
     assert shared == again
     images = shared.ready.generation.images
     assert images[0].pixels is images[1].pixels is images[2].pixels
     pixels[0] ^= 1
     with pytest.raises(RuntimeError, match="wrong digest"):  # embeddings are shared by digest
-        asyncio.run(with_pixels(bare, pixels))
+        asyncio.run(with_data(bare, pixels))

@@ -25,10 +25,11 @@ from ostinato.api.preparation.preparation import (
 )
 from ostinato.api.responses.preparation import prepare_input_tokens, prepare_response
 from ostinato.api.schemas.conversation import Message
-from ostinato.conf.images.images_schema import ImagesConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
 from ostinato.models.vision.image_spec import ImageSizing
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.prompt_media import FetchWanted
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.media.image_apps import (
     IMAGES_FIRST_TEMPLATE,
@@ -310,7 +311,7 @@ class TestDialects:
 class TestDetail:
     def test_low_is_at_most_512_x_512(self, model: Model):
         spec = image_spec(model.placeholder_id, max_pixels=1 << 24, patch_size=16)
-        room = {"image_cache_tokens": 5000, "max_model_len": 5000}
+        room = {"media_cache_tokens": 5000, "max_model_len": 5000}
         whole = model.chat([image_part(png(1024, 1024))], spec=spec, model=room)
         low = model.chat([image_part(png(1024, 1024), detail="low")], spec=spec, model=room)
         (large,), (small,) = whole.images, low.images
@@ -385,9 +386,9 @@ class TestRefused:
         assert "images.max_mib allows 52" in str(error)
         error = refusal(model.chat, parts, max_pixels=1000)
         assert "image 1" in str(error)
-        error = refusal(model.chat, parts, model={"image_cache_tokens": 130})
+        error = refusal(model.chat, parts, model={"media_cache_tokens": 130})
         assert "the first 3 images have 192 embeddings, and a request can have 130" in str(error)
-        assert len(model.chat(parts, model={"image_cache_tokens": 192}).images) == 3
+        assert len(model.chat(parts, model={"media_cache_tokens": 192}).images) == 3
 
     @pytest.mark.parametrize(
         "text", [PLACEHOLDER, f"{PLACEHOLDER}{PLACEHOLDER}", f"see {PLACEHOLDER} here"]
@@ -438,9 +439,8 @@ class TestWhereItRuns:
         for granted in (Grant.text, Grant.images):
             with pytest.raises(FetchNeededError) as needed:
                 model.chat(parts, domains=["images.test"], granted=granted)
-            assert needed.value.wanted == {URL: FetchWanted("messages: image 1", False)}
-        fetched = {URL: png(8, 4)}
-        generation = model.chat(parts, domains=["images.test"], fetched=fetched)
+            assert needed.value.wanted == {URL: FetchWanted("messages: image 1", MediaKind.image)}
+        generation = model.chat(parts, domains=["images.test"], fetched={URL: png(8, 4)})
         assert [image.num_tokens for image in generation.images] == [2, 1, 2]
 
     @pytest.mark.parametrize("url", ["http://169.254.169.254/x", URL, "ftp://images.test/"])

@@ -20,13 +20,15 @@ from ostinato.api.preparation.preparation import Arrival, PreparationSettings
 from ostinato.api.preparation.preparer import Preparer
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
-from ostinato.conf.images.images_schema import ImagesConfig
 from ostinato.conf.schema import SamplingSection
-from ostinato.conf.server_schema import ServerConfig, ToolParserName
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.server_schema import ServerConfig, ToolParserName
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.fetch_media import MediaFetcher
 from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient
 from tests.api.media.image_apps import Source, image_part, png, served, text_part
@@ -45,7 +47,7 @@ from tests.api.media.video_apps import (
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     directory = tmp_path_factory.mktemp("model")
     spec = video_spec(save_video_model(directory))
-    model = served(directory, spec, image_cache_tokens=1 << 16, max_model_len=1 << 16)
+    model = served(directory, spec, media_cache_tokens=1 << 16, max_model_len=1 << 16)
     return Source(model, Tokenizer.from_path(directory))
 
 
@@ -185,7 +187,7 @@ def test_few_requests_have_fetched_videos_at_a_time(source: Source):
     class Counting(MediaFetcher):
         async def fetch(self, wanted: Mapping[str, FetchWanted]) -> dict[str, bytes]:
             nonlocal held, most
-            if any(one.is_video for one in wanted.values()):
+            if any(one.kind is MediaKind.video for one in wanted.values()):
                 held += 1
                 most = max(most, held)
             return await super().fetch(wanted)
@@ -203,7 +205,7 @@ def test_few_requests_have_fetched_videos_at_a_time(source: Source):
 
         await asyncio.gather(*map(run, ["/a", "/none"] * 4 + ["/b"] * 2))
 
-    limits = MediaLimits(config, VideoConfig())
+    limits = MediaLimits(config, VideoConfig(), AudioConfig())
     fetcher = Counting(limits, local, lambda one: one == ipaddress.ip_address("127.0.0.1"))
     with (
         image_server({"/a": film(12), "/b": png(4, 4)}) as (port, _),

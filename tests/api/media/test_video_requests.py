@@ -22,10 +22,11 @@ from ostinato.api.preparation.preparation import (
     Preparation,
     PreparationSettings,
 )
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.prompt_media import FetchWanted
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.media.image_apps import (
     TEXT_TEMPLATE,
@@ -239,7 +240,7 @@ class TestFrames:
         ],
     )
     def test_the_number_of_frames(self, model: Model, fields, config, num_pairs):
-        room = {"image_cache_tokens": 320}
+        room = {"media_cache_tokens": 320}
         generation = model.chat(video_part(FILM), fields=fields, model=room, **config)
         assert len(generation.images) == num_pairs
 
@@ -344,8 +345,8 @@ class TestRefused:
         assert "video.max_mib allows 1048" in str(error)
         error = refusal(model.chat, video_part(FILM), images={"max_pixels": 200})
         assert "images.max_pixels" in str(error)
-        assert len(model.chat(*parts, model={"image_cache_tokens": 96}).images) == 6
-        error = refusal(model.chat, *parts, model={"image_cache_tokens": 95})
+        assert len(model.chat(*parts, model={"media_cache_tokens": 96}).images) == 6
+        error = refusal(model.chat, *parts, model={"media_cache_tokens": 95})
         assert "images.cache_tokens" in str(error)
 
     @pytest.mark.parametrize("text", [VIDEO, SHOWN, f"see {VIDEO} here"])
@@ -360,7 +361,7 @@ class TestRefused:
     def test_fields_that_need_text(self, model: Model, name: str, value: Any):
         error = refusal(model.chat, video_part(frames_url(2)), fields={name: value})
         assert (error.param, error.code) == (name, "unsupported_parameter")
-        assert "cannot be combined with images and videos" in str(error)
+        assert "cannot be combined with images, videos and audio" in str(error)
 
 
 class TestAnyUrl:
@@ -434,8 +435,8 @@ class TestWhereItRuns:
             with pytest.raises(FetchNeededError) as needed:
                 model.chat(*parts, **values, granted=granted)
             assert needed.value.wanted == {
-                image_url: FetchWanted("messages: image 1", False),
-                URL: FetchWanted("messages: video 1", True),
+                image_url: FetchWanted("messages: image 1", MediaKind.image),
+                URL: FetchWanted("messages: video 1", MediaKind.video),
             }
         fetched = {URL: film(9, seed=2), image_url: png(8, 4)}
         generation = model.chat(*parts, **values, fetched=fetched)

@@ -13,7 +13,7 @@ from ostinato.api.observability.metrics_registry import Metrics
 from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
 from ostinato.api.observability.vllm_metrics import VLLM_NAMES
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.process.log_format import JsonFormatter
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason, TimelineEvent

@@ -20,7 +20,7 @@ from ostinato.api.parsing.detect import traits
 from ostinato.api.parsing.events import Message, merge
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import REASONING
-from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
+from ostinato.conf.sections.server_schema import ReasoningParserName, ToolParserName
 
 WEATHER = {
     "type": "object",

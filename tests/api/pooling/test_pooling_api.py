@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.types.engine_info import ServedTask
 from ostinato.runtime.types.outputs import FinishReason, TimelineEvent
 from ostinato.runtime.types.params import PoolingKind

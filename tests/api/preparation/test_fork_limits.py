@@ -10,7 +10,9 @@ import pytest
 from ostinato.api.preparation.fork_limits import LARGE_BYTES, first_grant, fork_limits
 from ostinato.api.preparation.preparation import Arrival, Grant, PreparationSettings
 from ostinato.models.vision.video_spec import VideoSpec
+from ostinato.runtime.types.engine_info import ServedModel
 from tests.api.media.image_apps import image_spec, served
+from tests.api.media.sound_apps import served_sounds, sound_spec
 
 TEXT = served(Path(), None)
 VIDEO = VideoSpec(
@@ -22,7 +24,7 @@ VIDEO = VideoSpec(
     min_pixels=64,
     max_pixels=1024,
 )
-MODEL = msgspec.structs.replace(TEXT, images=image_spec(1, video=VIDEO), image_cache_tokens=256)
+MODEL = msgspec.structs.replace(TEXT, images=image_spec(1, video=VIDEO), media_cache_tokens=256)
 SETTINGS = PreparationSettings()
 ARRIVAL = Arrival()
 MIB = 1 << 20
@@ -80,3 +82,39 @@ def test_only_forks_for_text_prepare_further_requests(granted: Grant):
     limits = fork_limits(granted, 100, ARRIVAL, MODEL, SETTINGS)
     assert limits.is_shared is (granted is Grant.text)
     assert (limits.niceness == 0) is limits.is_shared
+
+
+LISTENER = served_sounds(Path(), sound_spec(2), media_cache_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b'{"type": "input_audio", "input_audio": {}}', Grant.audio),
+        (b'{"type": "audio_url", "audio_url": "data:"}' + b" " * LARGE_BYTES, Grant.audio),
+        (b" " * LARGE_BYTES + b'{"type": "input_audio"}', Grant.template),
+        (b'{"type": "image_url", "image_url": "data:"}', Grant.text),
+        (b'{"content": "audio_url"}', Grant.audio),
+        (b'{"content": "an audio_url"}', Grant.text),
+        (b"{}", Grant.text),
+    ],
+    ids=str,
+)
+def test_the_first_fork_of_a_model_that_takes_sounds(data: bytes, expected: Grant):
+    assert first_grant(data, len(data), ARRIVAL, LISTENER) is expected
+    of_text = Grant.template if len(data) > LARGE_BYTES else Grant.text
+    assert first_grant(data, len(data), ARRIVAL, TEXT) is of_text
+
+
+def test_the_memory_for_sounds():
+    def memory_of(model: ServedModel, size: int, arrival: Arrival = ARRIVAL) -> int:
+        return fork_limits(Grant.audio, size, arrival, model, SETTINGS).memory_bytes
+
+    least = memory_of(LISTENER, 0)
+    assert memory_of(LISTENER, 1000) - least == 168 * 1000
+    assert memory_of(LISTENER, 84 * MIB) - least == (160 * 8 + 8 * 84) * MIB
+    fetched = Arrival(fetched={"a": bytes(MIB), "b": bytes(MIB)})
+    assert memory_of(LISTENER, 1000, fetched) - memory_of(LISTENER, 1000) == 6 * MIB
+    # An embedding has four frames of 16 bins.
+    more = msgspec.structs.replace(LISTENER, media_cache_tokens=1100)
+    assert memory_of(more, 0) - least == 3 * 4 * 16 * 4 * 1000

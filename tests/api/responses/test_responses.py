@@ -12,7 +12,7 @@ from openai.types.responses import Response
 from ostinato.api.responses.convert import input_messages
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
 from ostinato.api.service.response_store import ResponseStore
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer

@@ -209,13 +209,13 @@ class TestRefused:
         error = refusal({"prompt": "a", name: value}, CompletionRequest)
         assert (error.param, error.code) == (name, "unsupported_parameter")
 
-    @pytest.mark.parametrize("kind", ["video", "input_audio", "file"])
-    def test_content_that_is_neither_text_nor_image_nor_video(self, kind):
+    @pytest.mark.parametrize("kind", ["video", "audio", "input_video", "file"])
+    def test_content_that_is_no_known_part(self, kind):
         part = {"type": kind, kind: {"url": "data:"}}
         error = refusal({"messages": [{"role": "user", "content": [part]}]})
         assert error.param == "messages[0].content[0].type"
         assert f"Invalid value '{kind}'; parts are {{'type': 'text'" in str(error)
-        assert "or a video (docs/video.md)" in str(error)
+        assert "a video (docs/video.md) or audio (docs/audio.md)" in str(error)
 
     @pytest.mark.parametrize(
         ("part", "param", "code"),
@@ -229,6 +229,9 @@ class TestRefused:
                 "invalid_value",
             ),
             ({"type": "input_image", "file_id": "f"}, "file_id", "unsupported_parameter"),
+            ({"type": "input_audio"}, "input_audio", "missing_field"),
+            ({"type": "input_audio", "input_audio": {}}, "input_audio.data", "missing_field"),
+            ({"type": "audio_url", "audio_url": {}}, "audio_url.url", "missing_field"),
             ({"type": "video_url"}, "video_url", "missing_field"),
             ({"type": "video_url", "video_url": {}}, "video_url.url", "missing_field"),
             ({"type": "video_url", "video_url": 5}, "video_url", "invalid_value"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato.api.preparation.generation import check_model
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import FinishReason
 from tests.api.adapter_apps import adapter_apps, is_released, load, unload

@@ -8,7 +8,7 @@ import pytest
 
 import ostinato
 from ostinato.api.base.unsupported_endpoints import hint_for
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from tests.api.answers import error_of
 
 PATHS = ("/engines/0/drain", "/engines/0/resume", "/reload_weights")

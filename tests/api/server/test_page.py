@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.engine.engine_state import BlockMap, EngineState, RowState, WaitingState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ostinato.api.http.api_keys import KeyRing, with_keys
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import DeadlineError, StartupError
 from ostinato.runtime.types.engine_info import EngineStats
 from tests.api.fake_client import HELLO

@@ -10,7 +10,7 @@ from ostinato.benchmarks.load.serving_metrics import (
     load_metrics,
 )
 from ostinato.benchmarks.report.statistics import bootstrap_ratio, percentile, summary
-from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.sections.bench_schema import SloSection
 
 
 def report(*requests: RequestTimes, **changes: object) -> LoadReport:

@@ -6,8 +6,8 @@ import statistics
 import pytest
 
 from ostinato.benchmarks.workload.arrivals import LoadPoint, arrival_times, load_points, rate_at
-from ostinato.conf.bench_schema import LoadSection, Ramp
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.sections.bench_schema import LoadSection, Ramp
 
 COUNT = 4000
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
 from ostinato.benchmarks.workload.workload import Part, WorkItem
-from ostinato.conf.bench_schema import WorkloadKind, WorkloadSection
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.sections.bench_schema import WorkloadKind, WorkloadSection
 
 VOCABULARY = 1000
 

@@ -64,6 +64,18 @@ def test_states_are_those_of_transformers(num_bins: int, tmp_path: Path) -> None
     assert counts[0] > counts[1] > counts[2] == 2 + 3 * tower.config.num_layers
 
 
+@torch.inference_mode()
+def test_the_activation_is_that_of_the_layers_alone(tmp_path: Path) -> None:
+    """The convolutions have GELU."""
+    config = make_whisper(tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "activation_function": "relu"}))
+    tower, features = load(tmp_path).audio, sound(3)
+    assert tower is not None
+    expected = load_whisper(tmp_path)[0].model.encoder(features[None]).last_hidden_state[0]
+    states, _ = encode(tower, features, 512)
+    torch.testing.assert_close(states, expected, atol=2e-4, rtol=1e-4)
+
+
 def test_a_spectrogram_of_another_size_is_refused(tmp_path: Path) -> None:
     tower = load(make_whisper(tmp_path)).audio
     assert tower is not None

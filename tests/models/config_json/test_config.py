@@ -60,7 +60,9 @@ IMAGES: dict[str, Any] = {  # keys of models that take images
         "deepstack_visual_indexes": [0],
     },
 }
+SOUNDS: dict[str, Any] = {"text_config": {**LLAMA, "num_key_value_heads": 8}}
 OF_FAMILY = {
+    "AudioFlamingo3ForConditionalGeneration": SOUNDS,
     "WhisperForConditionalGeneration": {
         "is_encoder_decoder": True,
         "d_model": 64,
@@ -79,6 +81,7 @@ OF_FAMILY = {
     "Glm4MoeLiteForCausalLM": LATENT,
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
     "LlavaForConditionalGeneration": {"text_config": {**LLAMA, "model_type": "llama"}},
+    "Qwen2AudioForConditionalGeneration": SOUNDS,
     "Qwen2VLForConditionalGeneration": IMAGES,
     "Qwen2_5_VLForConditionalGeneration": IMAGES,
     "Qwen3VLForConditionalGeneration": IMAGES,
@@ -381,7 +384,7 @@ def test_built_on_meta_without_memory(architecture: str) -> None:
         device=torch.device("meta"),
         attention_backend="reference",
         max_model_len=100,
-        num_image_rows=9,
+        num_media_rows=9,
     )
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     assert len(model.layers) == 4

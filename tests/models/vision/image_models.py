@@ -19,7 +19,7 @@ from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.step_tensors import ForwardBatch, GridTensors, ImageTensors
+from ostinato.models.step_tensors import ForwardBatch, GridTensors, MediaTensors
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.ops.attention import select_backend
 from tests.models.driver import Driver, Sequence
@@ -243,7 +243,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     *,
     pack: bool = False,
-    num_image_rows: int = NUM_ROWS,
+    num_media_rows: int = NUM_ROWS,
     **settings: Any,
 ) -> tuple[Decoder, ModelConfig]:
     """Load a checkpoint; `settings` are those of the section `model`."""
@@ -258,7 +258,7 @@ def load(
         device=device,
         attention_backend=select_backend("reference", spec),
         weights=choose_weights(section, checkpoint, pack=pack, device=device, dtype=dtype),
-        num_image_rows=num_image_rows,
+        num_media_rows=num_media_rows,
     )
     load_weights(model, checkpoint)
     assert isinstance(model, Decoder)
@@ -289,7 +289,7 @@ class ImageSequence(Sequence):
 
     Args:
         token_ids: the prompt, with as many image tokens as the images have embeddings.
-        rows: for each token the row of the image tables; 0 = none.
+        rows: for each token the row of the media tables; 0 = none.
         places: [3, tokens] the positions of the prompt's tokens on the three axes.
     """
 
@@ -322,23 +322,23 @@ class ImageDriver(Driver):
             places += [sequence.place_of(index) for index in tokens]
         padding = len(batch.token_ids) - len(rows)
         given = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-        given["image_rows"] = torch.tensor([*rows, *[0] * padding])[:, None]
-        if self.model.step_tensors is ImageTensors:
-            return ImageTensors(**given)
+        given["media_rows"] = torch.tensor([*rows, *[0] * padding])[:, None]
+        if self.model.step_tensors is MediaTensors:
+            return MediaTensors(**given)
         return GridTensors(**given, rope_positions=torch.tensor([*places, *[[0] * 3] * padding]))
 
 
 def fill_tables(model: Decoder, parts: Listed[Tensor]) -> None:
     """Write the embeddings of images to the rows of the tables, from row 1 on."""
     values = torch.cat(list(parts))
-    tables = model.image_tables()
+    tables = model.media_tables()
     for table, part in zip(tables, values.chunk(len(tables), dim=1), strict=True):
         assert table is not None
         table[1 : 1 + len(part)] = part
 
 
 def prompt_of(pieces: Listed[int | list[int]]) -> tuple[list[int], list[int]]:
-    """A prompt and the image rows of its tokens.
+    """A prompt and the media rows of its tokens.
 
     Args:
         pieces: lists of tokens, and for each image the number of its embeddings.

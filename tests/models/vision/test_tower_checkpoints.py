@@ -145,7 +145,7 @@ def test_a_convolution_of_another_shape_is_refused(saved: dict[str, Path], tmp_p
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_without_room_for_images_has_no_tower(name: str, saved: dict[str, Path]) -> None:
-    model, _ = load(saved[name], num_image_rows=0)
+    model, _ = load(saved[name], num_media_rows=0)
     assert model.vision is None
     whole = load(saved[name])[0].state_dict()
     for key, tensor in model.state_dict().items():
@@ -227,7 +227,7 @@ def test_dummy_weights_fill_the_tower(name: str, saved: dict[str, Path]) -> None
         dtype=torch.float32,
         device=torch.device("cpu"),
         attention_backend="reference",
-        num_image_rows=9,
+        num_media_rows=9,
     )
     init_dummy_weights(dummy, seed=1)
     assert isinstance(dummy, Decoder)
@@ -247,11 +247,11 @@ def test_stages_have_a_tower_if_they_read_it(number: int, saved: dict[str, Path]
         device=torch.device("meta"),
         attention_backend="reference",
         shard=shard,
-        num_image_rows=9,
+        num_media_rows=9,
     )
     assert isinstance(model, Decoder)
     assert model.vision is not None
-    assert [table is not None for table in model.image_tables()] == [
+    assert [table is not None for table in model.media_tables()] == [
         [True, True, False],
         [False, False, True],
     ][number]

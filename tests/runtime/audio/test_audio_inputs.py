@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import WhisperFeatureExtractor
 
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.runtime.audio.audio_inputs import (
     max_audio_bytes,
     max_audio_memory,
@@ -88,7 +88,7 @@ def test_the_memory_is_that_which_is_stated():
     data = encode(np.tile(tone(10.0, 44_100), 60), 44_100, "ogg", "libopus")
     script = (
         "import resource, sys\n"
-        "from ostinato.conf.audio.audio_schema import AudioConfig\n"
+        "from ostinato.conf.sections.audio_schema import AudioConfig\n"
         "from ostinato.runtime.audio.audio_inputs import *\n"
         "from tests.runtime.audio.audio_files import audio_spec\n"
         "preload_audio()\n"

@@ -118,7 +118,7 @@ def test_arrays_of_samples(dtype: str, shape: str):
     array = scaled.astype(dtype)
     if shape != "mono":
         array = np.stack([array, array], axis=1 if shape == "samples first" else 0)
-    found = mix_samples(array, 44_100, RATE, 60, param="audio")
+    found = mix_samples(array, 44_100, RATE, LIMITS, param="audio")
     assert found.seconds == 2.0
     assert len(found.samples) == 2 * RATE
     assert error(found.samples, tone(2.0)) < (2e-2 if dtype == "u1" else 1e-3)
@@ -126,7 +126,7 @@ def test_arrays_of_samples(dtype: str, shape: str):
 
 def test_an_array_gives_what_its_file_gives():
     values = tone(9.3, 22_050)
-    found = mix_samples(values, 22_050, RATE, 60, param="audio").samples
+    found = mix_samples(values, 22_050, RATE, LIMITS, param="audio").samples
     np.testing.assert_allclose(
         found, decoded(encode(values, 22_050, "wav", "pcm_f32le")), atol=1e-6
     )
@@ -149,7 +149,7 @@ def test_an_array_gives_what_its_file_gives():
 )
 def test_arrays_that_are_no_audio_are_refused(array: NDArray[np.generic], rate: int, message: str):
     with pytest.raises(InvalidRequestError, match=rf"^audio: .*{message}") as caught:
-        mix_samples(array, rate, RATE, 60, param="audio")
+        mix_samples(array, rate, RATE, LIMITS, param="audio")
     code = "audio_too_long" if "long" in message else "invalid_audio"
     assert (caught.value.param, caught.value.code) == ("audio", code)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ostinato import SamplingParams
-from ostinato.conf.lora.lora_schema import LoraConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_files import adapter_digest
 from ostinato.runtime.client.adapter_loading import allowed_directory, digest_of
 from ostinato.runtime.client.client import EngineClient

@@ -1,8 +1,9 @@
-"""Requests that wait for embeddings of images, against a rank with real tables."""
+"""Requests that wait for embeddings of images or sounds, against a rank with real tables."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -11,16 +12,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ostinato.models.vision.video_spec import EXTRA_POSITIONS
+from ostinato.runtime.engine.accepted_inputs import AcceptedInputs
 from ostinato.runtime.engine.encoding_queue import EncodingQueue
 from ostinato.runtime.engine.pending_requests import PendingRequests
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.encoding.image_encoder import ImageEncoder
+from ostinato.runtime.execution.encoding.input_encoder import InputEncoder
 from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
+from ostinato.runtime.execution.encoding.sound_encoder import SoundEncoder
 from ostinato.runtime.execution.executor import AdvanceEncodings, BeginEncoding, RankCall
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
+from tests.runtime.toy_sounds import SOUND_SPEC, ToySoundTower, toy_sound, toy_sound_embeddings
 from tests.runtime.toy_tower import (
     SPEC,
     WIDTH,
@@ -31,6 +36,7 @@ from tests.runtime.toy_tower import (
 )
 
 NUM_ROWS = 12
+Medium = PromptImage | PromptSound
 
 
 @dataclasses.dataclass
@@ -38,10 +44,15 @@ class _Ranks:
     """An executor of two ranks. The second has no table, like a later stage of a pipeline."""
 
     table: torch.Tensor
+    has_sounds: bool = False
     calls: list[RankCall] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rank = RankEncoder(ImageEncoder(ToyTower(), [self.table], SPEC))
+        encoder: InputEncoder = ImageEncoder(ToyTower(), [self.table], SPEC)
+        if self.has_sounds:
+            encoder = SoundEncoder(ToySoundTower(), self.table, SOUND_SPEC)
+        self.rank = RankEncoder(encoder)
+        self.rank.warm_up()
         self.other = RankEncoder(None)
 
     def call(self, call: RankCall) -> list[str]:
@@ -58,19 +69,22 @@ class _Ranks:
         ]
 
 
-def make_queue(num_rows: int = NUM_ROWS) -> tuple[EncodingQueue, _Ranks]:
-    ranks = _Ranks(torch.zeros(1 + num_rows, WIDTH))
+def make_queue(
+    num_rows: int = NUM_ROWS, *, has_sounds: bool = False
+) -> tuple[EncodingQueue, _Ranks]:
+    ranks = _Ranks(torch.zeros(1 + num_rows, WIDTH), has_sounds)
     return EncodingQueue(ranks, num_rows), ranks  # pyright: ignore[reportArgumentType]
 
 
 def request(
-    name: str, images: list[PromptImage], *, group: int = 0, place: int = 0, size: int = 1
+    name: str, media: Sequence[Medium], *, group: int = 0, place: int = 0, size: int = 1
 ) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=[1],
         sampling=SamplingParams(),
-        images=images,
+        images=[one for one in media if isinstance(one, PromptImage)],
+        sounds=[one for one in media if isinstance(one, PromptSound)],
         group=group,
         place=place,
         group_size=size,
@@ -80,12 +94,24 @@ def request(
 class EncodingQueueMachine(RuleBasedStateMachine):
     """Random requests, aborts and ends. What is in the tables is compared with the pixels."""
 
+    inputs = AcceptedInputs(NUM_ROWS)
+
     def __init__(self) -> None:
         super().__init__()
-        self.queue, self.ranks = make_queue()
-        self.waiting: dict[str, list[PromptImage]] = {}  # in the order in which they came
-        self.ready: dict[str, list[PromptImage]] = {}
+        has_sounds = self.inputs.sounds is not None
+        self.queue, self.ranks = make_queue(has_sounds=has_sounds)
+        self.waiting: dict[str, list[Medium]] = {}  # in the order in which they came
+        self.ready: dict[str, list[Medium]] = {}
         self.count = 0
+
+    def make(self, seed: int, height: int, width: int, is_other: bool) -> Medium:
+        """An image, or a pair of frames."""
+        return (toy_pair if is_other else toy_image)(seed, height, width)
+
+    def embeddings(self, one: Medium) -> torch.Tensor:
+        """What the tower gives for it."""
+        assert isinstance(one, PromptImage)
+        return toy_embeddings(one)
 
     @rule(
         seeds=st.lists(
@@ -97,18 +123,18 @@ class EncodingQueueMachine(RuleBasedStateMachine):
         place=st.integers(0, 3),
     )
     def add(self, seeds: list[tuple[int, int, int, bool]], group: int, place: int) -> None:
-        images = [(toy_pair if is_pair else toy_image)(*one) for *one, is_pair in seeds]
+        media = [self.make(*numbers) for numbers in seeds]
         self.count += 1
-        one = request(f"r{self.count}", images, group=group, place=place, size=4 if group else 1)
+        one = request(f"r{self.count}", media, group=group, place=place, size=4 if group else 1)
         try:
-            self.queue.check(one)
+            self.inputs.check(one)
         except InvalidRequestError:
-            sizes = {image.digest: image.num_tokens for image in images}
+            sizes = {each.digest: each.num_tokens for each in media}
             assert sum(sizes.values()) > NUM_ROWS
             return
         bare = self.queue.add(one)
-        assert [image.pixels for image in bare.images] == [b""] * len(images)
-        self.waiting[one.request_id] = images
+        assert [each.data for each in bare.media] == [b""] * len(media)
+        self.waiting[one.request_id] = media
 
     @rule(is_busy=st.booleans())
     def advance(self, is_busy: bool) -> None:
@@ -128,11 +154,11 @@ class EncodingQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_embeddings_of_ready_requests_stay(self) -> None:
-        for images in self.ready.values():
-            for image in images:
-                rows = self.ranks.rank.rows_of(image.digest)
-                assert torch.equal(self.ranks.table[rows], toy_embeddings(image))
-                assert rows.tolist() == self.ranks.other.rows_of(image.digest).tolist()
+        for media in self.ready.values():
+            for one in media:
+                rows = self.ranks.rank.rows_of(one.digest)
+                assert torch.equal(self.ranks.table[rows], self.embeddings(one))
+                assert rows.tolist() == self.ranks.other.rows_of(one.digest).tolist()
 
     @invariant()
     def row_0_is_zero_and_rows_have_one_use(self) -> None:
@@ -155,8 +181,24 @@ class EncodingQueueMachine(RuleBasedStateMachine):
         del self.ready[name]
 
 
+class SoundQueueMachine(EncodingQueueMachine):
+    """The same with windows of sounds."""
+
+    inputs = AcceptedInputs(NUM_ROWS, sounds=SOUND_SPEC)
+
+    def make(self, seed: int, height: int, width: int, is_other: bool) -> Medium:
+        """A window of a sound; some have a state that no embedding reads."""
+        return toy_sound(seed, height * width, is_odd=is_other)
+
+    def embeddings(self, one: Medium) -> torch.Tensor:
+        assert isinstance(one, PromptSound)
+        return toy_sound_embeddings(one)
+
+
 TestEncodingQueue = EncodingQueueMachine.TestCase
 TestEncodingQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSoundQueue = SoundQueueMachine.TestCase
+TestSoundQueue.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def run(queue: EncodingQueue, most: int = 50) -> list[str]:
@@ -279,32 +321,20 @@ def test_a_dropped_image_that_comes_again_is_computed_again():
     assert torch.equal(ranks.table[rows], toy_embeddings(image))
 
 
-@pytest.mark.parametrize("num_rows", [0, 5])
-def test_images_that_never_fit_are_refused(num_rows):
-    queue, _ = make_queue(num_rows)
-    with pytest.raises(InvalidRequestError, match=r"takes none|at most 5 fit") as error:
-        queue.check(request("a#0", [toy_image(1, 3, 2)]))
-    assert error.value.param == "messages"
-
-
-def test_videos_with_more_positions_than_the_model_has_are_refused():
-    queue, _ = make_queue()
-    for extra, is_refused in ((EXTRA_POSITIONS, False), (EXTRA_POSITIONS + 1, True)):
-        offset = extra + 2 * 6 - 1  # the last pair of a video of two pairs with 6 tokens each
-        later = toy_pair(2, 3, 2, 6, time_offset=offset, first=False)
-        video = [toy_pair(1, 3, 2), later]
-        if is_refused:
-            with pytest.raises(InvalidRequestError, match=rf"take {extra} more.*shorter") as error:
-                queue.check(request("a#0", video))
-            assert error.value.code == "video_too_long"
-        else:
-            queue.check(request("a#0", video))
+def test_a_short_sound_waits_for_few_windows_of_an_earlier_one():
+    """Sounds have the turns of videos: a window of two embeddings takes two units and an end."""
+    queue, _ = make_queue(16, has_sounds=True)
+    queue.add(request("long", [toy_sound(seed, 2) for seed in range(1, 7)]))
+    for _ in range(4):
+        assert queue.advance(is_busy=True) == []
+    queue.add(request("short", [toy_sound(9, 2)]))
+    assert run(queue) == ["short", "long"]
 
 
 def test_the_request_for_which_embeddings_are_computed_is_named():
     """So it is a suspect if the engine dies, and the engine is not taken for hung."""
     ranks = _Ranks(torch.zeros(1 + NUM_ROWS, WIDTH))
-    pending = PendingRequests(ranks, NUM_ROWS)  # pyright: ignore[reportArgumentType]
+    pending = PendingRequests(ranks, AcceptedInputs(NUM_ROWS))  # pyright: ignore[reportArgumentType]
     assert pending.add(request("a", [toy_image(1, 3, 1)]))
     assert pending.add(request("b", [toy_image(2, 1, 1)]))
     assert not pending.add(request("text", []))

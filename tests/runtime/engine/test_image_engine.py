@@ -170,7 +170,7 @@ def test_requests_that_cannot_be_served_are_refused(served):
     token_ids, images = prompt(llm, [1], CAT, [2])
     many = [
         msgspec.structs.replace(images[0], digest=number.to_bytes(32, "little"))
-        for number in range(1 + llm.model.image_cache_tokens // images[0].num_tokens)
+        for number in range(1 + llm.model.media_cache_tokens // images[0].num_tokens)
     ]
     request = Request(request_id="a", prompt_token_ids=token_ids, sampling=GREEDY, images=many)
     with pytest.raises(InvalidRequestError, match=r"images\.cache_tokens"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.conf.cache.cache_schema import StorePolicy
+from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
 from ostinato.runtime.kv.tier_index import TierIndex
 from tests.runtime.kv.tier_indexes import hash_of, make_index

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ostinato.conf.cache.cache_schema import StorePolicy
+from ostinato.conf.sections.cache_schema import StorePolicy
 from tests.runtime.kv.tier_indexes import LEAST_BYTES, hash_of, make_index
 
 BLOCK_IDS = range(1, 6)

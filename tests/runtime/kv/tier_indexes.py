@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ostinato.conf.cache.cache_schema import StorePolicy
+from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.load_costs import LoadCosts
 from ostinato.runtime.kv.tier_index import TierIndex

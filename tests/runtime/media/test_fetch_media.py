@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import trustme
 
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.fetch_media import MediaFetcher, is_public
 from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
+from ostinato.runtime.media_files.media_kinds import MediaKind
 
-IMAGE = FetchWanted("messages: image 1", False)
-VIDEO = FetchWanted("messages: video 1", True)
+IMAGE = FetchWanted("messages: image 1", MediaKind.image)
+VIDEO = FetchWanted("messages: video 1", MediaKind.video)
+SOUND = FetchWanted("messages: sound 1", MediaKind.sound)
 BODY = b"the bytes of an image"
 Serve = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -89,14 +92,14 @@ def fetcher(
 
 
 def limits(**images: Any) -> MediaLimits:
-    return MediaLimits(ImagesConfig(**images), VideoConfig(max_mib=1.0))
+    return MediaLimits(ImagesConfig(**images), VideoConfig(max_mib=1.0), AudioConfig(max_mib=1.5))
 
 
 async def refusal(fetching: MediaFetcher, url: str, wanted: FetchWanted = IMAGE) -> str:
     with pytest.raises(InvalidRequestError) as refused:
         await fetching.fetch({url: wanted})
     assert (refused.value.status, refused.value.param) == (400, "messages")
-    noun = "video" if wanted.is_video else "image"
+    noun = "audio" if wanted is SOUND else wanted.kind.value
     assert refused.value.code == f"invalid_{noun}_url"
     assert str(refused.value).startswith(f"{wanted.name} ")
     return str(refused.value)
@@ -217,6 +220,23 @@ def test_images_and_videos_have_limits_of_their_own():
         async with serving(always(answer(bytes(1_100_000)))) as server:
             text = await refusal(fetching, f"http://images.test:{server.port}/", VIDEO)
             assert "has 1100000 bytes, and video.max_mib allows 1048576; send a smaller" in text
+
+    run(main())
+
+
+def test_sounds_have_limits_of_their_own():
+    async def main() -> None:
+        async with serving(always(answer(bytes(1_500_000)))) as server:
+            base = f"http://images.test:{server.port}"
+            assert len(await fetcher().fetch({f"{base}/a": SOUND, f"{base}/b": SOUND})) == 2
+            assert all("\r\nAccept: audio/*\r\n" in head for head in server.heads)
+            with pytest.raises(
+                InvalidRequestError, match=r"6291456 bytes together .4 times audio\.max_mib"
+            ):
+                await fetcher().fetch({f"{base}/{number}": SOUND for number in range(5)})
+        async with serving(always(answer(bytes(1_600_000)))) as server:
+            text = await refusal(fetcher(), f"http://images.test:{server.port}/", SOUND)
+            assert "has 1600000 bytes, and audio.max_mib allows 1572864; send a smaller" in text
 
     run(main())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,18 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.media.placeholders import expand_placeholders
+from ostinato.runtime.media.placeholders import (
+    expand_placeholders,
+    expand_sounds,
+    place_media,
+)
 from ostinato.runtime.media.prompt_media import PreparedMedium
+from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.video.sample_frames import pair_times
+from tests.api.media.image_apps import served
+from tests.api.media.sound_apps import served_sounds, sound_spec
 from tests.runtime.video.video_files import video_spec
 
 SPEC = ImageSpec(
@@ -88,7 +97,7 @@ def video(num_pairs: int, num_tokens: int, *, times: bool) -> PreparedMedium:
         for number in range(num_pairs)
     )
     shown = tuple(f"<{number}.5 seconds>" for number in range(num_pairs)) if times else ()
-    return PreparedMedium(pairs, is_video=True, times=shown)
+    return PreparedMedium(pairs, MediaKind.video, times=shown)
 
 
 def letters(text: str) -> list[int]:
@@ -110,11 +119,11 @@ def test_videos_among_images(begin: list[int], parts: list[tuple[bool, int, int,
         media_list.append(medium)
         token = 21 if is_video else 9
         prompt += [token, *text]
-        for one in medium.images:
+        for one in medium.parts:
             order.append((one.digest, len(expected), one.num_tokens))
             expected += [token] * num_tokens
         expected += text
-    apart = sorted(media_list, key=lambda medium: medium.is_video)
+    apart = sorted(media_list, key=lambda medium: medium.kind is MediaKind.video)
     for listed in (media_list, apart):
         expanded, placed = expand_placeholders(prompt, listed, VIDEO_2, no_text, param="messages")
         assert expanded == expected
@@ -155,8 +164,8 @@ def test_the_text_of_a_video_is_that_of_transformers():
     processor._calculate_timestamps = partial(Qwen3VLProcessor._calculate_timestamps, processor)
     inputs = {"video_grid_thw": [torch.tensor([3, 4, 6])], "video_metadata": [metadata]}
     expected = Qwen3VLProcessor.replace_video_token(processor, inputs, 0)
-    pairs = video(3, 6, times=False).images
-    medium = PreparedMedium(pairs, is_video=True, times=pair_times([0, 30, 61, 90, 200], 24.0))
+    pairs = video(3, 6, times=False).parts
+    medium = PreparedMedium(pairs, MediaKind.video, times=pair_times([0, 30, 61, 90, 200], 24.0))
     expanded, _ = expand_placeholders([22, 21, 23], [medium], VIDEO_3, letters, param="messages")
     names = {22: "(", 21: "v", 23: ")"}
     assert "".join(names.get(token, chr(max(0, token - 1000))) for token in expanded) == expected
@@ -179,3 +188,51 @@ def test_other_numbers_of_videos_are_refused(prompt: list[int], count: int, mess
 def test_the_token_of_videos_is_a_word_for_other_models():
     expanded, placed = expand_placeholders([21, 22], [], SPEC, no_text, param="messages")
     assert (expanded, placed) == ([21, 22], [])
+
+
+def sound(*counts: int) -> PreparedMedium:
+    """A sound whose windows have so many embeddings."""
+    windows = tuple(
+        PromptSound(digest=bytes([n]), begin=0, num_tokens=n, num_bins=1, num_frames=4 * n)
+        for n in counts
+    )
+    return PreparedMedium(windows, MediaKind.sound)
+
+
+@given(
+    texts,
+    st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), texts), max_size=5),
+)
+def test_each_sound_gets_its_tokens_in_its_place(
+    begin: list[int], parts: list[tuple[list[int], list[int]]]
+):
+    sounds = [sound(*counts) for counts, _ in parts]
+    prompt = begin + [token for _, text in parts for token in (9, *text)]
+    expanded, placed = expand_sounds(prompt, sounds, sound_spec(9), param="messages")
+    assert expanded == begin + [t for counts, text in parts for t in ([9] * sum(counts) + text)]
+    assert [one.digest for one in placed] == [
+        window.digest for medium in sounds for window in medium.parts
+    ]
+    for one in placed:
+        assert expanded[one.begin : one.end] == [9] * one.num_tokens
+    ends = [one.end for one in placed]
+    assert all(one.begin >= end for one, end in zip(placed[1:], ends, strict=False))
+    assert place_media(
+        prompt, sounds, served_sounds(Path(), sound_spec(9)), no_text, param="messages"
+    ) == (expanded, [], placed)
+
+
+def test_other_numbers_of_sounds_are_refused():
+    for prompt, sounds, text in (
+        ([1, 9, 2], [], r"'<|AUDIO|>' 1 times, but 0 sounds; the numbers must be equal; leave"),
+        ([1, 2], [sound(3)], "0 times, but 1 sounds; the numbers must be equal; use a chat"),
+        ([9, 9], [sound(3)], "2 times, but 1 sounds"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            expand_sounds(prompt, sounds, sound_spec(9), param="messages")
+        assert (caught.value.param, caught.value.code) == ("messages", "invalid_audio")
+        assert text in str(caught.value)
+
+
+def test_a_model_for_text_has_no_placeholders():
+    assert place_media([9, 9], [], served(Path(), None), no_text, param="x") == ([9, 9], [], [])

@@ -1,4 +1,4 @@
-"""The images and videos of a prompt: limits, URLs, and their order."""
+"""The media of a prompt: limits, URLs, and their order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.runtime.audio.sound_sources import GivenSamples, SoundSource
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
 from ostinato.runtime.media.prompt_media import (
@@ -26,8 +28,10 @@ from ostinato.runtime.media.prompt_media import (
     prepare_media,
     urls_to_fetch,
 )
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames, VideoSource
+from tests.api.media.sound_apps import audio_url, noise, served_sounds, sound_spec, wav
 from tests.runtime.video.video_files import encode, film, small_spec, spec_3
 
 PARAM = "messages"
@@ -36,15 +40,20 @@ NO_VIDEO = msgspec.structs.replace(small_spec(), video=None)
 
 
 def limits(**fields: Any) -> MediaLimits:
-    """The default limits; `video_...` are those of the section `video`."""
-    video = {key.removeprefix("video_"): fields.pop(key) for key in list(fields) if "video" in key}
-    return MediaLimits(ImagesConfig(**fields), VideoConfig(**video))
+    """The default limits; `video_...` and `audio_...` are those of these sections."""
+
+    def section(name: str) -> dict[str, Any]:
+        keys = [key for key in fields if key.startswith(name)]
+        return {key.removeprefix(name): fields.pop(key) for key in keys}
+
+    video, audio = section("video_"), section("audio_")
+    return MediaLimits(ImagesConfig(**fields), VideoConfig(**video), AudioConfig(**audio))
 
 
 def model(spec: ImageSpec | None = None, num_tokens: int = 1 << 16) -> ServedModel:
     return ServedModel(
         name="vision", max_model_len=99, vocab_size=99, eos_token_ids=(), tokenizer="",
-        images=spec, image_cache_tokens=num_tokens,
+        images=spec, media_cache_tokens=num_tokens,
     )  # fmt: skip
 
 
@@ -88,20 +97,20 @@ def refused(function: Any, *arguments: Any, **fields: Any) -> InvalidRequestErro
 
 def test_the_order_is_that_of_the_prompt():
     sources = [image_source(1), film_source(), image_source(5), film_source()]
-    begun: list[tuple[str, bool]] = []
+    begun: list[tuple[str, str]] = []
     found = prepare_media(
         sources, model(small_spec()), limits(), param=PARAM, fetched={},
-        begin=lambda name, is_video: begun.append((name, is_video)),
+        begin=lambda name, kind: begun.append((name, kind)),
     )  # fmt: skip
-    assert [medium.is_video for medium in found] == [False, True, False, True]
+    assert [medium.kind for medium in found] == ["image", "video"] * 2
     assert found[1] == found[3]
     assert found[0] != found[2]
-    assert [image.num_frames for image in (*found[0].images, *found[1].images)] == [1, 2, 2]
+    assert [image.num_frames for image in (*found[0].parts, *found[1].parts)] == [1, 2, 2]
     assert begun == [
-        ("messages: image 1", False),
-        ("messages: video 1", True),
-        ("messages: image 2", False),
-        ("messages: video 2", True),
+        ("messages: image 1", "image"),
+        ("messages: video 1", "video"),
+        ("messages: image 2", "image"),
+        ("messages: video 2", "video"),
     ]
 
 
@@ -117,7 +126,7 @@ def test_all_sources_of_a_video_give_the_same(spec: ImageSpec, tmp_path: Path):
         VideoSource(url=url, sampling=sampling),
     ]
     found = prepare(sources, spec, {url: FILM}, domains=["a.test"])
-    assert len(found[0].images) == 2
+    assert len(found[0].parts) == 2
     assert all(one == found[0] for one in found)
     assert len(found[0].times) == (2 if spec.video and spec.video.states_times else 0)
 
@@ -205,7 +214,7 @@ def test_frames_that_a_request_cannot_have():
 def test_the_embeddings_of_all_together_are_limited():
     sources = [image_source(), film_source(), image_source()]
     found = prepare(sources, small_spec())
-    counts = [sum(image.num_tokens for image in medium.images) for medium in found]
+    counts = [sum(image.num_tokens for image in medium.parts) for medium in found]
     assert prepare(sources, small_spec(), num_tokens=sum(counts)) == found
     error = refused(prepare, sources, small_spec(), num_tokens=sum(counts) - 1)
     assert f"the first 3 images and videos have {sum(counts)} embeddings" in str(error)
@@ -223,7 +232,7 @@ def test_videos_that_last_too_long_for_the_positions_in_time():
         frames = GivenFrames(film(4, 16, 16), fps=2 / seconds)
         if is_served:
             (medium,) = prepare([VideoSource(frames=frames)], spec)
-            assert medium.images[1].time_offset == 4 * seconds
+            assert medium.parts[1].time_offset == 4 * seconds
         else:
             error = refused(prepare, [VideoSource(frames=frames)], spec)
             assert error.code == "video_too_long"
@@ -244,10 +253,10 @@ def test_the_urls_of_images_and_videos():
         VideoSource(url="https://a.test/both"),
     ]
     assert urls_to_fetch(sources, allowed, param=PARAM) == {
-        "https://a.test/film": FetchWanted("messages: video 1", is_video=True),
-        "https://a.test/picture": FetchWanted("messages: image 2", is_video=False),
+        "https://a.test/film": FetchWanted("messages: video 1", MediaKind.video),
+        "https://a.test/picture": FetchWanted("messages: image 2", MediaKind.image),
         # An animation can be an image and a video.
-        "https://a.test/both": FetchWanted("messages: image 3", is_video=True),
+        "https://a.test/both": FetchWanted("messages: image 3", MediaKind.video),
     }
     error = refused(urls_to_fetch, [VideoSource(url="http://b.test/x")], allowed, param=PARAM)
     assert "fetches no videos (images.domains); send the video as data:video/mp4" in str(error)
@@ -267,3 +276,69 @@ def test_errors_name_the_field_the_video_and_the_setting():
     assert "write data:video/mp4;base64,DATA" in str(error)
     error = refused(prepare, [VideoSource(file=b"x")], small_spec())
     assert (error.code, error.param) == ("invalid_video", PARAM)
+
+
+def sound_source(seed: int = 0) -> SoundSource:
+    return SoundSource(url=audio_url(wav(0.4, seed)))
+
+
+def test_sounds(tmp_path: Path):
+    (tmp_path / "a.wav").write_bytes(wav(0.4))
+    served = served_sounds(tmp_path, sound_spec(9), media_cache_tokens=50)
+    url = "https://a.test/a.wav"
+    sources = [
+        sound_source(),
+        SoundSource(url=url),
+        SoundSource(file=wav(0.4)),
+        SoundSource(file=tmp_path / "a.wav"),
+        SoundSource(samples=GivenSamples(noise(0.4))),
+    ]
+    allowed = limits(domains=["a.test"])
+    check_media(sources, served, allowed, param=PARAM)
+    assert urls_to_fetch(sources, allowed, param=PARAM) == {
+        url: FetchWanted("messages: sound 2", MediaKind.sound)
+    }
+    begun: list[tuple[str, str]] = []
+    found = prepare_media(
+        sources, served, allowed, param=PARAM, fetched={url: wav(0.4)},
+        begin=lambda name, kind: begun.append((name, kind)),
+    )  # fmt: skip
+    assert begun == [(f"messages: sound {number}", "sound") for number in range(1, 6)]
+    assert all(one == found[0] for one in found)
+    assert (found[0].kind, [part.num_tokens for part in found[0].parts]) == ("sound", [10])
+    small = msgspec.structs.replace(served, media_cache_tokens=49)
+    error = refused(prepare_media, sources, small, allowed, param=PARAM, fetched={url: wav(0.4)})
+    assert "the first 5 sounds have 50 embeddings, and a request can have 49" in str(error)
+    error = refused(check_media, sources, served, limits(audio_max_per_request=4), param=PARAM)
+    assert "has 5 sounds, and audio.max_per_request allows 4; send fewer" in str(error)
+    assert error.code == "too_many_sounds"
+    error = refused(
+        prepare_media,
+        [sound_source()],
+        served,
+        limits(audio_max_mib=0.001),
+        param=PARAM,
+        fetched={},
+    )
+    assert "messages: sound 1 has 12878 bytes, and audio.max_mib allows 1048" in str(error)
+    none = limits(domains=["b.test"])
+    assert "sound 2 is at the host 'a.test'" in str(
+        refused(urls_to_fetch, sources, none, param=PARAM)
+    )
+
+
+def test_models_that_take_no_sounds(tmp_path: Path):
+    listener = served_sounds(tmp_path, sound_spec(9))
+    for sources, served, text in (
+        ([sound_source()], model(), "vision takes no sounds; send text only"),
+        ([sound_source()], model(NO_VIDEO), "vision takes no sounds; send text and images only"),
+        ([image_source()], listener, "listener takes no images; send text and sounds only"),
+        ([film_source(), sound_source()], listener, "listener takes no videos; send text and"),
+    ):
+        error = refused(check_media, sources, served, limits(), param=PARAM)
+        assert text in str(error)
+        assert error.code == "unsupported_parameter"
+    error = refused(
+        check_media, [sound_source()], model(), limits(audio_max_per_request=0), param=PARAM
+    )
+    assert "takes no sounds (audio.max_per_request is 0); send text only" in str(error)

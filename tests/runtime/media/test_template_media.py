@@ -1,4 +1,4 @@
-"""How chat templates are shown images and videos."""
+"""How chat templates are shown images, videos and sounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import msgspec
 import pytest
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
-from ostinato.runtime.media.template_media import text_part, with_media_shown
+from ostinato.runtime.media.template_media import MEDIA_PARTS, text_part, with_media_shown
+from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.text.chat_template import ChatTemplate
+from tests.api.media.sound_apps import SHOWN, sound_spec
 from tests.runtime.video.video_files import video_spec
 
 SPEC = ImageSpec(
@@ -72,3 +75,47 @@ def test_what_a_template_does_not_read_is_a_text(template, user):
     shown = with_media_shown(messages, template, VIDEO_SPEC)
     assert shown[0]["content"] == user
     assert shown[1]["content"] == ("s" if isinstance(user, str) else [text_part("s")])
+
+
+PART = dict(MEDIA_PARTS[MediaKind.sound])
+SOUND_PARTS = [text_part("a"), PART, text_part("b")]
+
+
+@pytest.mark.parametrize(
+    ("template", "user"),
+    [
+        ("{{ m.content }}", f"a\n{SHOWN}\nb"),
+        ("{% if m.content is string %}{% if c['type'] == 'audio' %}", SOUND_PARTS),
+        ('{% if c["type"] == "audio" %}', SOUND_PARTS),
+        ("{% if 'audio_url' in c %}", SOUND_PARTS),
+        ("{% if p.type == 'image' %}", [text_part("a"), text_part(SHOWN), text_part("b")]),
+    ],
+)
+def test_the_form_in_which_a_template_reads_sounds(template, user):
+    messages = [{"role": "user", "content": SOUND_PARTS}, {"role": "system", "content": "s"}]
+    shown = with_media_shown(messages, template, sound_spec(9))
+    assert shown[0]["content"] == user
+    reads_texts = isinstance(user, str) or "is string" in template
+    assert shown[1]["content"] == ("s" if reads_texts else [text_part("s")])
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "c['type'] == 'audio'",
+        "c.get('type') == 'audio'",
+        "'audio' in c",
+        "'audio_url' in c",
+        # Of Qwen2-Audio.
+        "'audio' in c or 'audio_url' in c or m['type'] == 'audio' or c['type'] == 'audio'",
+    ],
+)
+def test_all_conditions_of_templates_see_a_sound(condition: str):
+    source = (
+        "{% for m in messages %}{% for c in m['content'] %}{% if "
+        f"{condition} %}}<sound>{{% else %}}{{{{ c['text'] }}}}{{% endif %}}"
+        "{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": SOUND_PARTS}]
+    shown = with_media_shown(messages, source, sound_spec(9))
+    assert ChatTemplate(source, {}).render(shown) == "a<sound>b"

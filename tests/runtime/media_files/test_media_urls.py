@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.media_urls import (
     data_url_bytes,
     data_url_frames,
@@ -23,9 +24,9 @@ NAME = "messages: image 3"
 def test_the_bytes_of_a_data_url_whatever_its_media_type(data, media_type):
     text = base64.b64encode(data).decode()
     for url in (f"data:{media_type};base64,{text}", f"DATA:{media_type};BASE64,{text}"):
-        assert data_url_bytes(url, 200, NAME) == data
+        assert data_url_bytes(url, 200, NAME, MediaKind.image) == data
     wrapped = base64.encodebytes(data).decode().replace("\n", "\r\n")
-    assert data_url_bytes(f"data:;base64,{wrapped}", 200, NAME) == data
+    assert data_url_bytes(f"data:;base64,{wrapped}", 200, NAME, MediaKind.image) == data
 
 
 @given(st.text(max_size=40))
@@ -34,7 +35,7 @@ def test_every_other_text_is_an_error_that_names_the_image(text):
         encoded = text.rpartition(",")[2].replace("\r", "").replace("\n", "")
         problem = None
         try:
-            data = data_url_bytes(url, 1000, NAME)
+            data = data_url_bytes(url, 1000, NAME, MediaKind.image)
         except InvalidRequestError as error:
             problem = error
         else:
@@ -49,19 +50,19 @@ def test_every_other_text_is_an_error_that_names_the_image(text):
 )
 def test_wrong_base64(text):
     with pytest.raises(InvalidRequestError, match="is not valid base64"):
-        data_url_bytes(f"data:;base64,{text}", 1000, NAME)
+        data_url_bytes(f"data:;base64,{text}", 1000, NAME, MediaKind.image)
 
 
 def test_a_data_url_that_is_too_large_is_not_decoded():
     for size in (9, 10, 11, 12):
         url = f"data:;base64,{base64.b64encode(bytes(size)).decode()}"
         if size <= 10:
-            assert len(data_url_bytes(url, 10, NAME)) == size
+            assert len(data_url_bytes(url, 10, NAME, MediaKind.image)) == size
         else:
             with pytest.raises(InvalidRequestError, match=f"has {size} bytes, and images.max_mib"):
-                data_url_bytes(url, 10, NAME)
+                data_url_bytes(url, 10, NAME, MediaKind.image)
     with pytest.raises(InvalidRequestError, match="has 12 bytes"):
-        data_url_bytes("data:;base64," + "!" * 16, 10, NAME)
+        data_url_bytes("data:;base64," + "!" * 16, 10, NAME, MediaKind.image)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_data_url_that_is_too_large_is_not_decoded():
 )
 def test_urls_that_are_not_fetched(url, text):
     with pytest.raises(InvalidRequestError) as refused:
-        fetch_target(url, ["a.test"], NAME)
+        fetch_target(url, ["a.test"], NAME, MediaKind.image)
     assert text in str(refused.value)
     assert "secret" not in str(refused.value)
 
@@ -103,7 +104,7 @@ def test_urls_that_are_not_fetched(url, text):
     ],
 )
 def test_the_parts_of_a_url(url, authority, target):
-    found = fetch_target(url, ["a.test", "2001:db8::1"], NAME)
+    found = fetch_target(url, ["a.test", "2001:db8::1"], NAME, MediaKind.image)
     assert (found.authority, found.target) == (authority, target)
     assert found.is_literal == ("[" in authority)
 
@@ -124,11 +125,23 @@ def test_the_frames_of_a_data_url(frames):
 
 def test_words_of_videos():
     with pytest.raises(InvalidRequestError) as refused:
-        data_url_bytes("data:;base64," + "A" * 40, 9, NAME, is_video=True)
+        data_url_bytes("data:;base64," + "A" * 40, 9, NAME, MediaKind.video)
     assert "has 30 bytes, and video.max_mib allows 9; send a smaller video" in str(refused.value)
     assert refused.value.code == "invalid_video_url"
     with pytest.raises(InvalidRequestError) as refused:
-        fetch_target("http://b.test/", ["a.test"], NAME, is_video=True)
+        fetch_target("http://b.test/", ["a.test"], NAME, MediaKind.video)
     assert "fetches no videos (images.domains); send the video as data:video/mp4" in str(
+        refused.value
+    )
+
+
+def test_words_of_sounds():
+    with pytest.raises(InvalidRequestError) as refused:
+        data_url_bytes("data:;base64," + "A" * 40, 9, NAME, MediaKind.sound)
+    assert "has 30 bytes, and audio.max_mib allows 9; send a smaller sound" in str(refused.value)
+    assert refused.value.code == "invalid_audio_url"
+    with pytest.raises(InvalidRequestError) as refused:
+        fetch_target("http://b.test/", ["a.test"], NAME, MediaKind.sound)
+    assert "fetches no sounds (images.domains); send the sound as data:audio/wav" in str(
         refused.value
     )

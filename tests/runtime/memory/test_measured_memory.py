@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from ostinato.conf.cache.cache_schema import CacheConfig
 from ostinato.conf.schema import DeviceConfig, SchedulerConfig
+from ostinato.conf.sections.cache_schema import CacheConfig
 from ostinato.runtime.memory.measured_memory import compare_with_plan, measure
 from ostinato.runtime.memory.memory_plan import (
     GraphFootprint,

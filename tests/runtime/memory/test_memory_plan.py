@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.conf.cache.cache_schema import CacheConfig
 from ostinato.conf.schema import DeviceConfig
+from ostinato.conf.sections.cache_schema import CacheConfig
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory

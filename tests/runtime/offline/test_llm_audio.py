@@ -214,7 +214,7 @@ def test_what_a_model_that_transcribes_does_not_do(served):
 def test_a_text_model_takes_no_audio():
     with LLM(config=tiny_config()) as llm:
         prompt = {"prompt_token_ids": [3], "multi_modal_data": {"audio": (sound_of(1, 1), RATE)}}
-        with pytest.raises(InvalidRequestError, match="takes no audio; send text only"):
+        with pytest.raises(InvalidRequestError, match="takes no sounds; send text only"):
             llm.generate(prompt)
         with pytest.raises(InvalidRequestError, match="does not transcribe audio"):
             llm.transcribe(b"RIFF")

@@ -12,7 +12,7 @@ from transformers import (
     WhisperProcessor,
 )
 
-from ostinato.conf.audio.audio_schema import AudioConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.runtime.audio.audio_inputs import prepare_samples
 from ostinato.runtime.audio.segments import WindowTranscript, text_ids, transcript_segments
 from ostinato.runtime.errors import InvalidRequestError

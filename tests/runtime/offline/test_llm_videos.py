@@ -12,8 +12,8 @@ import pytest
 
 from ostinato import AsyncEngine
 from ostinato.conf.compose import load_config
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.video.video_inputs import prepare_video

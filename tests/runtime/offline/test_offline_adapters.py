@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import LoRARequest
-from ostinato.conf.lora.lora_schema import LoraConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_files import adapter_digest
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.offline.offline_adapters import OfflineAdapters

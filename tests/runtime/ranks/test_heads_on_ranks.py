@@ -19,7 +19,7 @@ import pytest
 
 from ostinato import LLM
 from ostinato.conf.root import RunConfig
-from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
+from ostinato.conf.sections.speculation_schema import NO_DRAFTS
 from ostinato.models import demo
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import RankFailedError

@@ -19,6 +19,7 @@ from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
+from tests.runtime.toy_sounds import toy_sound
 
 
 @given(
@@ -56,11 +57,17 @@ def test_a_step_arrives_as_it_was_sent_without_what_only_sampling_needs() -> Non
             pooling=PoolingParams(),
             audio=PromptAudio(digest=b"d", num_bins=1, num_frames=1),
         ),
+        Request(
+            request_id="heard",
+            prompt_token_ids=[7, 7, 8],
+            sampling=SamplingParams(),
+            sounds=[toy_sound(1, 2).without_data()],
+        ),
     ]
     output = SchedulerOutput(
-        scheduled=[ScheduledSequence(row, 0, 3, [1, 2, 3], [row + 1], 1) for row in range(3)],
+        scheduled=[ScheduledSequence(row, 0, 3, [1, 2, 3], [row + 1], 1) for row in range(4)],
         admitted=[AdmittedSequence(row, request, [9]) for row, request in enumerate(requests)],
-        num_tokens=9,
+        num_tokens=12,
         block_copies=[(1, 2)],
     )
     data = encode_frame(Step(for_other_ranks(output), [8]))
@@ -71,10 +78,12 @@ def test_a_step_arrives_as_it_was_sent_without_what_only_sampling_needs() -> Non
     assert step.last_tokens == [8]
     assert step.output.scheduled == output.scheduled
     assert step.output.block_copies == [(1, 2)]
-    plain, scored, pooled = step.output.admitted
-    assert [one.row for one in step.output.admitted] == [0, 1, 2]
+    plain, scored, pooled, heard = step.output.admitted
+    assert [one.row for one in step.output.admitted] == [0, 1, 2, 3]
     assert plain.request.prompt_token_ids == []
     assert scored.request.prompt_token_ids == [4, 5]
     assert scored.request.sampling.prompt_logprobs == 2
     assert pooled.request.pooling == PoolingParams()
-    assert pooled.request.audio == requests[-1].audio
+    assert pooled.request.audio == requests[2].audio
+    assert heard.request.prompt_token_ids == [7, 7, 8]
+    assert heard.request.sounds == requests[3].sounds

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from ostinato.conf.cache.cache_schema import StorePolicy
 from ostinato.conf.schema import SchedulingPolicy
+from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.audio import PromptAudio
 from ostinato.runtime.types.outputs import FinishReason

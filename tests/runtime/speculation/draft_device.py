@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationConfig, SpeculationMethod
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.speculation.model_drafter import ModelDrafter
 from ostinato.runtime.speculation.proposer import Draft, DraftJob

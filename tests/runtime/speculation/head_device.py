@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationConfig, SpeculationMethod
 from ostinato.runtime.execution.hidden_states import KeptStates, Span
 from ostinato.runtime.speculation.head_drafter import HeadDrafter
 from ostinato.runtime.speculation.proposer import Draft

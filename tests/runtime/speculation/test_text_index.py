@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationConfig, SpeculationMethod
 from ostinato.runtime.speculation.answer_history import AnswerHistory
 from ostinato.runtime.speculation.proposer import Draft, DraftSource
 from ostinato.runtime.speculation.text_drafter import TextDrafter

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.conf.cache.cache_schema import CacheConfig, CacheDType
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.lora.lora_schema import LoraConfig
 from ostinato.conf.schema import (
     DeviceConfig,
     DeviceName,
@@ -20,8 +18,10 @@ from ostinato.conf.schema import (
     ModelSection,
     Quantization,
 )
-from ostinato.conf.server_schema import ParallelConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.conf.sections.cache_schema import CacheConfig, CacheDType
+from ostinato.conf.sections.lora_schema import LoraConfig
+from ostinato.conf.sections.server_schema import ParallelConfig
+from ostinato.conf.sections.speculation_schema import SpeculationConfig, SpeculationMethod
 from ostinato.graphs.bundle import Bundle
 from ostinato.ops.native import build as native
 from ostinato.ops.native.instruction_sets import detect_isa

@@ -10,7 +10,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
-from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.conf.sections.speculation_schema import SpeculationMethod
 from ostinato.runtime.startup.plan.engine_plan import make_plan
 from ostinato.runtime.startup.plan.model_source import open_model
 from ostinato.runtime.startup.plan.planning import plan_engine

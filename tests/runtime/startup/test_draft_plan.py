@@ -14,7 +14,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.conf.speculation.speculation_schema import NO_DRAFTS
+from ostinato.conf.sections.speculation_schema import NO_DRAFTS
 from ostinato.models.sharding import WHOLE, Shard, Stage
 from ostinato.models.stage_layers import num_bytes
 from ostinato.runtime.errors import StartupError

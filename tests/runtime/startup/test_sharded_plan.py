@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato.conf.compose import load_config
-from ostinato.conf.server_schema import ParallelConfig
+from ostinato.conf.sections.server_schema import ParallelConfig
 from ostinato.graphs.sampling_graph import num_sampling_graphs
 from ostinato.models.sharding import WHOLE, Shard, Stage, shard_of_rank
 from ostinato.ops.parallel.exchange import Exchange

@@ -69,10 +69,10 @@ def test_the_plan_has_memory_for_the_largest_pair(model: ImageModel):
 
 def test_rows_for_at_least_two_pairs(model: ImageModel):
     with_areas(model, 128, 1 << 24)
-    assert plan_of(model, NO_LIMIT).source.num_image_rows == 2 * (1 << 24) // 64
-    assert plan_of(model).source.num_image_rows == 32_768  # two pairs of 768 embeddings fit
+    assert plan_of(model, NO_LIMIT).source.num_media_rows == 2 * (1 << 24) // 64
+    assert plan_of(model).source.num_media_rows == 32_768  # two pairs of 768 embeddings fit
     with_areas(model, 128, 1024)
-    assert plan_of(model).source.num_image_rows == 32_768
+    assert plan_of(model).source.num_media_rows == 32_768
 
 
 def test_only_models_with_positions_in_time_have_longer_tables(model: ImageModel, tmp_path: Path):

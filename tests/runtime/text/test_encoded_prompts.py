@@ -9,15 +9,15 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import (
     EncodedPrompt,
     PromptInputs,
-    check_sampling_with_images,
+    check_sampling_with_media,
 )
 from ostinato.runtime.text.offline_prompts import prompt_list
 from ostinato.runtime.text.tokenizer import Tokenizer
@@ -45,8 +45,7 @@ class Model:
         return PromptInputs(
             served(self.directory, spec),
             self.tokenizer,
-            MediaLimits(ImagesConfig(**config), VideoConfig()),
-            AudioConfig(),
+            MediaLimits(ImagesConfig(**config), VideoConfig(), AudioConfig()),
         )
 
     def encode(self, prompt: Any, **fields: Any) -> EncodedPrompt:
@@ -129,7 +128,7 @@ def test_conversations_of_a_model_without_images(model: Model):
         ({"prompt": "a", "multi_modal_data": {"film": []}}, "got the key 'film'"),
         ({"prompt": "a", "multi_modal_data": {"video": "x"}}, "must be an array of frames"),
         ({"prompt": "a", "multi_modal_data": {"video": b"x"}}, "takes no videos; send text and"),
-        ({"prompt": "a", "multi_modal_data": {"image": [], "audio": (1, 2)}}, "takes no audio"),
+        ({"prompt": "a", "multi_modal_data": {"image": [], "audio": (1, 2)}}, "must be a path"),
         ({"prompt": "a", "multi_modal_data": {"image": b"bytes"}}, "must be an image of Pillow"),
         ({"prompt": "a", "multi_modal_data": [1]}, "multi_modal_data must be"),
         ({"prompt": "a", "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
@@ -148,7 +147,7 @@ def test_prompts_that_are_refused(model: Model, prompt: Any, text: str):
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        ({"type": "input_audio", "input_audio": "x"}, "audio is not supported"),
+        ({"type": "input_audio", "input_audio": "x"}, "must have the key data with base64 as"),
         ({"type": "video_url", "video_url": "x"}, "takes no videos; send text and images only"),
         ({"type": "video", "video": 5}, "messages[0].content[0].video must be an array of frames"),
         ({"type": "image"}, "got {'type': 'image'}"),
@@ -196,11 +195,11 @@ def test_parameters_that_need_text(model: Model):
     images = model.encode(
         {"prompt": PLACEHOLDER, "multi_modal_data": {"image": picture(4, 4)}}
     ).images
-    check_sampling_with_images(SamplingParams(), images)
+    check_sampling_with_media(SamplingParams(), images)
     for name in ("truncate_prompt_tokens", "prompt_logprobs"):
         params = SamplingParams(**{name: 1})
-        assert name in refusal(check_sampling_with_images, params, images)
-        check_sampling_with_images(params, [])
+        assert name in refusal(check_sampling_with_media, params, images)
+        check_sampling_with_media(params, [])
 
 
 def test_embeddings_take_no_images(model: Model):

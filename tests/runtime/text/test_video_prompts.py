@@ -9,16 +9,16 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ostinato.conf.audio.audio_schema import AudioConfig
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media.prompt_media import MediaLimits
 from ostinato.runtime.text.encoded_prompts import (
     EncodedPrompt,
     PromptInputs,
-    check_sampling_with_images,
+    check_sampling_with_media,
 )
 from ostinato.runtime.text.offline_prompts import prompt_list
 from ostinato.runtime.text.tokenizer import Tokenizer
@@ -41,9 +41,9 @@ class Model:
         return video_spec(self.ids, **fields)
 
     def inputs(self, spec: ImageSpec | None = None, **config: Any) -> PromptInputs:
-        model = served(self.directory, spec or self.spec(), image_cache_tokens=1000)
-        media = MediaLimits(ImagesConfig(), VideoConfig(**config))
-        return PromptInputs(model, self.tokenizer, media, AudioConfig())
+        model = served(self.directory, spec or self.spec(), media_cache_tokens=1000)
+        media = MediaLimits(ImagesConfig(), VideoConfig(**config), AudioConfig())
+        return PromptInputs(model, self.tokenizer, media)
 
     def encode(self, prompt: Any, spec: ImageSpec | None = None, **config: Any) -> EncodedPrompt:
         (one,) = prompt_list(prompt)
@@ -165,8 +165,8 @@ def test_too_many_embeddings(model: Model):
 def test_parameters_that_need_text(model: Model):
     found = model.encode({"prompt": SHOWN, "multi_modal_data": {"video": FRAMES}})
     params = SamplingParams(prompt_logprobs=1)
-    assert "prompt_logprobs cannot be combined with images and videos" in refusal(
-        check_sampling_with_images, params, found.images
+    assert "prompt_logprobs cannot be combined with images, videos and audio" in refusal(
+        check_sampling_with_media, params, found.images
     )
     (prompt,) = prompt_list({"prompt": SHOWN, "multi_modal_data": {"video": FRAMES}})
     assert "send text only" in refusal(model.inputs().token_ids, prompt)

@@ -24,8 +24,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
     smart_resize as smart_resize_3,
 )
 
-from ostinato.conf.images.images_schema import ImagesConfig
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import split_patches
 from ostinato.runtime.errors import InvalidRequestError

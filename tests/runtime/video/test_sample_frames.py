@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from ostinato.conf.video.video_schema import VideoConfig
+from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.video_spec import VideoSpec
 from ostinato.runtime.video.sample_frames import choose_frames, pair_times, time_offsets
 from ostinato.runtime.video.video_sources import FrameSampling

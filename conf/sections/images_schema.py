@@ -36,7 +36,9 @@ class ImagesConfig(Section):
         "embeddings of images that are kept; null = those of the two largest images, or 32768",
         at_least=1,
     )
-    domains: list[str] = setting([], "host names from which images are fetched; [] = none")
+    domains: list[str] = setting(
+        [], "host names from which images, videos and audio are fetched; [] = none"
+    )
     fetch_timeout_s: float = setting(
-        10.0, "most seconds for fetching one image", above=0, at_most=600
+        10.0, "most seconds for fetching one image, video or sound", above=0, at_most=600
     )

@@ -1,26 +1,34 @@
-"""Blocks of prompts with images and videos: equal placeholder tokens make no equal blocks."""
+"""Blocks of prompts with media: equal placeholder tokens make no equal blocks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.runtime.kv.block_table import image_extras
+from ostinato.runtime.kv.block_table import media_extras
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
+from tests.runtime.toy_sounds import toy_sound
 from tests.runtime.toy_tower import toy_image, toy_pair
 
 BLOCK = 4
 
 
-def shared_blocks(length: int, first: list[PromptImage], second: list[PromptImage]) -> int:
-    """How many blocks of a prompt with equal tokens and other images are found in the cache."""
+def shared_blocks(
+    length: int,
+    first: Sequence[PromptImage | PromptSound],
+    second: Sequence[PromptImage | PromptSound],
+) -> int:
+    """How many blocks of a prompt with equal tokens and other media are found in the cache."""
     cache = KVCacheManager(64, BLOCK)
     token_ids = [7] * length
-    table = cache.new_table(length, images=first)
+    table = cache.new_table(length, media=first)
     assert cache.admit(table, cache.match_prefix(table, token_ids, length), length)
     cache.register(table, token_ids, length)
-    other = cache.new_table(length, images=second)
+    other = cache.new_table(length, media=second)
     return len(cache.match_prefix(other, token_ids, length).block_ids)
 
 
@@ -92,10 +100,43 @@ def test_blocks_of_videos_are_shared_if_their_positions_are_equal_too(first, sec
     assert shared_blocks(length, ours, theirs) == equal // BLOCK
 
 
+SOUNDS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(1, 7), st.booleans(), st.integers(0, 3)), max_size=3
+)
+
+
+def sounds_of(parts: list[tuple[int, int, bool, int]]) -> list[PromptSound]:
+    """Windows of sounds one after the other, each after a gap of text."""
+    sounds: list[PromptSound] = []
+    begin = 0
+    for seed, num_tokens, is_odd, gap in parts:
+        sounds.append(toy_sound(seed, num_tokens, begin + gap, is_odd=is_odd))
+        begin = sounds[-1].end
+    return sounds
+
+
+@given(SOUNDS, SOUNDS)
+def test_blocks_of_sounds_are_shared_up_to_the_first_difference(first, second):
+    """A last state without an embedding makes another sound too: attention has seen it."""
+    length = 8 * BLOCK
+    ours, theirs = sounds_of(first), sounds_of(second)
+
+    def contents(sounds: list[PromptSound]) -> list[tuple[bytes, int] | None]:
+        found: list[tuple[bytes, int] | None] = [None] * length
+        for sound in sounds:
+            for index in range(sound.num_tokens):
+                found[sound.begin + index] = sound.features, index
+        return found
+
+    both = list(zip(contents(ours), contents(theirs), strict=True))
+    equal = next((index for index, (one, two) in enumerate(both) if one != two), length)
+    assert shared_blocks(length, ours, theirs) == equal // BLOCK
+
+
 def test_the_extras_of_images_alone_are_their_digests_and_places():
     """So blocks on disk stay valid."""
     image = toy_image(1, 2, 3, 2)
-    assert image_extras([image], BLOCK) == {
+    assert media_extras([image], BLOCK) == {
         0: image.digest + b"\2\0\0\0",
         1: image.digest + b"\xfe\xff\xff\xff",
     }

@@ -1,65 +1,66 @@
-"""Writes the step tensors of models that take images: table rows and positions on three axes."""
+"""Writes the step tensors of models that take images or sounds.
+
+These are rows of the media tables, and positions on three axes where the model has them.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.models.step_tensors import GridTensors, ImageTensors
+from ostinato.models.step_tensors import GridTensors, MediaTensors
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
 from ostinato.runtime.images.grid_positions import grid_positions
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
-__all__ = ("ImageTensorWriter",)
+__all__ = ("MediaTensorWriter",)
 
 
 class _Prompt:
-    """The image rows and the positions of one prompt."""
+    """The media rows and the positions of one prompt; `grid` is None without three axes."""
 
-    def __init__(self, request: Request, images: RankEncoder, spec: ImageSpec, *, has_grid: bool):
+    def __init__(self, request: Request, encoder: RankEncoder, grid: ImageSpec | None) -> None:
         num_tokens = len(request.prompt_token_ids)
-        self.image_rows = np.zeros(num_tokens, dtype=np.int64)  # [num_tokens]
-        for image in request.images:
-            self.image_rows[image.begin : image.end] = images.rows_of(image.digest)
+        self.media_rows = np.zeros(num_tokens, dtype=np.int64)  # [num_tokens]
+        for one in request.media:
+            self.media_rows[one.begin : one.end] = encoder.rows_of(one.digest)
         self.positions: np.ndarray | None = None  # [num_tokens, 3]
         self.delta = 0  # of the positions after the prompt
-        if has_grid:
-            self.positions, self.delta = grid_positions(num_tokens, request.images, spec)
+        if grid is not None:
+            self.positions, self.delta = grid_positions(num_tokens, request.images, grid)
 
 
-class ImageTensorWriter:
-    """Fills `ImageTensors.image_rows` and `GridTensors.rope_positions` of each step.
+class MediaTensorWriter:
+    """Fills `MediaTensors.media_rows` and `GridTensors.rope_positions` of each step.
 
     Args:
         buffers: the static buffers; their other tensors are written before.
-        images: has the rows of each image; None = no request has images.
-        spec: how the model takes images; None = as `images`.
+        encoder: has the rows of each image or sound; None = no request has any.
+        images: how the model takes images; None = no request has images.
     """
 
     def __init__(
-        self, buffers: StaticBuffers, images: RankEncoder | None, spec: ImageSpec | None
+        self, buffers: StaticBuffers, encoder: RankEncoder | None, images: ImageSpec | None
     ) -> None:
         self._buffers = buffers
-        self._images = images
-        self._spec = spec
-        self._has_grid = isinstance(buffers.host, GridTensors)
-        self._prompts: dict[int, _Prompt] = {}  # by row; only prompts with images
+        self._encoder = encoder
+        self._grid = images if isinstance(buffers.host, GridTensors) else None
+        self._prompts: dict[int, _Prompt] = {}  # by row; only prompts with images or sounds
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """Give the row to a new sequence. The embeddings of its images are in the tables."""
+        """Give the row to a new sequence, whose images or sounds have embeddings in the tables."""
         self._prompts.pop(row, None)
-        if request.images:
-            assert self._images is not None, "the engine takes images"
-            assert self._spec is not None, "the engine takes images"
-            self._prompts[row] = _Prompt(request, self._images, self._spec, has_grid=self._has_grid)
+        if request.media:
+            assert self._encoder is not None, "the engine takes images or sounds"
+            self._prompts[row] = _Prompt(request, self._encoder, self._grid)
 
     def write(self, output: SchedulerOutput) -> None:
         """Write the tensors of a step."""
         host, num_tokens = self._buffers.host, output.num_tokens
-        assert isinstance(host, ImageTensors), "the model has declared these step tensors"
-        host.image_rows[:num_tokens] = 0
+        assert isinstance(host, MediaTensors), "the model has declared these step tensors"
+        host.media_rows[:num_tokens] = 0
         if isinstance(host, GridTensors):
             host.rope_positions[:num_tokens] = host.positions[:num_tokens, None]
         if not self._prompts:
@@ -73,17 +74,17 @@ class ImageTensorWriter:
 
     def _write_entry(
         self,
-        host: ImageTensors[np.ndarray],
+        host: MediaTensors[np.ndarray],
         begin: int,
         entry: ScheduledSequence,
         prompt: _Prompt,
     ) -> None:
         """Write the tokens of one sequence, of which the first has the index `begin`."""
         stop = entry.start + entry.num_new_tokens
-        known = min(stop, len(prompt.image_rows))  # positions from here on are output
+        known = min(stop, len(prompt.media_rows))  # positions from here on are output
         count = max(0, known - entry.start)
         if count:
-            host.image_rows[begin : begin + count, 0] = prompt.image_rows[entry.start : known]
+            host.media_rows[begin : begin + count, 0] = prompt.media_rows[entry.start : known]
         if isinstance(host, GridTensors) and prompt.positions is not None:
             if count:
                 host.rope_positions[begin : begin + count] = prompt.positions[entry.start : known]

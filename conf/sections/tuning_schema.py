@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ostinato.conf.schema import Section, setting
-from ostinato.conf.server_schema import RouterName
+from ostinato.conf.sections.server_schema import RouterName
 
 __all__ = ("LinkName", "SimulateSection", "TuneObjective", "TuneSection")
 
