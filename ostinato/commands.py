@@ -22,12 +22,13 @@ __all__ = ("COMMANDS", "main", "run")
 
 _MODEL = ("model", "device", "cache", "scheduler", "speculation", "graphs", "runtime")
 _ENGINE = (*_MODEL, "sampling")
+_INPUTS = ("lora", "images", "video", "audio")
 
 COMMANDS = {
     "serve": Command(
         target="ostinato.api.server.server:serve",
         summary="Serve a model over HTTP with the OpenAI API.",
-        sections=("server", "parallel", *_ENGINE),
+        sections=("server", "parallel", *_ENGINE, *_INPUTS),
         examples=(
             "run serve",
             "run serve model=qwen3-0.6b cache.block_size=32 server.port=9000",
@@ -60,7 +61,7 @@ COMMANDS = {
     "batch": Command(
         target="ostinato.api.cli.batch_command:batch",
         summary="Answer a file of requests of the OpenAI batch API; continues after interruptions.",
-        sections=("batch", "parallel", *_ENGINE),
+        sections=("batch", "parallel", *_ENGINE, *_INPUTS),
         examples=(
             "run batch in.jsonl out.jsonl",
             "run batch in.jsonl out.jsonl model=qwen3-0.6b batch.concurrency=64",
@@ -115,7 +116,7 @@ COMMANDS = {
     "plan": Command(
         target="ostinato.api.cli.plan_command:plan",
         summary="Show how memory would be divided; loads no weights.",
-        sections=("plan", *_MODEL, "parallel"),
+        sections=("plan", *_MODEL, *_INPUTS, "parallel"),
         examples=(
             "run plan model=llama-8b",
             "run plan model=llama-8b device.name=cuda plan.free_gib=80",

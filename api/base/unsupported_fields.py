@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ("UNSUPPORTED", "UNSUPPORTED_IN_MESSAGES", "Unsupported", "is_no_op")
+__all__ = (
+    "UNSUPPORTED",
+    "UNSUPPORTED_IN_MESSAGES",
+    "UNSUPPORTED_WITHIN",
+    "Unsupported",
+    "is_no_op",
+)
 
 
 class Unsupported(NamedTuple):
@@ -56,6 +62,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 # Keys of messages. All other unknown keys are passed to the chat template.
 UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     name: UNSUPPORTED[name] for name in ("audio", "function_call")
+}
+
+# Keys of other objects in a body: the path of the object -> its keys. A key here comes before the
+# field of the same name of the body.
+UNSUPPORTED_WITHIN: Mapping[str, Mapping[str, Unsupported]] = {
+    "media_io_kwargs": {"audio": Unsupported("settings for reading audio")},
 }
 
 

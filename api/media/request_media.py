@@ -160,7 +160,9 @@ def _source(part: MediaPart, sampling: FrameSampling) -> MediaSource:
     match part:
         case VideoUrlPart():
             return VideoSource(url=part.url, sampling=sampling)
-        case AudioUrlPart() | InputAudioPart():
+        case AudioUrlPart():
             return SoundSource(url=part.url)
+        case InputAudioPart():
+            return SoundSource(base64=part.input_audio.data)
         case ImageUrlPart() | InputImagePart():
             return ImageSource(url=part.url, is_small=part.is_small)

@@ -31,9 +31,10 @@ _COPIES_OF_BODY = 8
 _MEMORY_PER_PIXEL = 16
 # The memory for one pixel of a prepared image: several copies of 3 bytes.
 _MEMORY_PER_PREPARED_PIXEL = 16
-# A fork has so many copies of a form at once, and so many of its features.
+# A fork has so many copies of a form at once, and so many of what is decoded from it: its samples
+# and its spectrograms.
 _COPIES_OF_FORM = 6
-_COPIES_OF_FEATURES = 2
+_COPIES_OF_DECODED = 2
 
 
 def first_grant(data: bytes | bytearray, size: int, arrival: Arrival, model: ServedModel) -> Grant:
@@ -102,7 +103,7 @@ def _sound_memory(model: ServedModel, settings: PreparationSettings) -> int:
 def _form_memory(size: int, model: ServedModel, settings: PreparationSettings) -> int:
     """Bytes of memory for a form with audio."""
     decoded = 0 if model.audio is None else max_audio_memory(model.audio, settings.audio)
-    return _LEAST_MEMORY + _COPIES_OF_FORM * size + _COPIES_OF_FEATURES * decoded
+    return _LEAST_MEMORY + _COPIES_OF_FORM * size + _COPIES_OF_DECODED * decoded
 
 
 def _media_memory(model: ServedModel, settings: PreparationSettings, *, has_videos: bool) -> int:

@@ -293,8 +293,8 @@ async def _read_answer(prepare: Prepare[T], answer: bytes | bytearray) -> T:
     if kind == ForkAnswer.result:
         return await _decoder(prepare)(view)
     if kind == ForkAnswer.media:
-        encoded, content = split_result(view)
-        return await with_data(await _decoder(prepare)(encoded), content)
+        encoded, data = split_result(view)
+        return await with_data(await _decoder(prepare)(encoded), data)
     if kind == ForkAnswer.refusal:
         refusal = msgspec.json.decode(view, type=Refusal)
         raise InvalidRequestError(

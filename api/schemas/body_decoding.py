@@ -17,6 +17,7 @@ import msgspec
 from ostinato.api.base.unsupported_fields import (
     UNSUPPORTED,
     UNSUPPORTED_IN_MESSAGES,
+    UNSUPPORTED_WITHIN,
     Unsupported,
     is_no_op,
 )
@@ -175,6 +176,7 @@ def _unknown_field(
     name: str, path: str, known: set[str], unsupported: Mapping[str, Unsupported]
 ) -> InvalidRequestError:
     param = f"{path}.{name}".lstrip(".")
+    unsupported = {**unsupported, **UNSUPPORTED_WITHIN.get(path, {})}
     if name in unsupported:
         entry = unsupported[name]
         return InvalidRequestError(

@@ -117,10 +117,6 @@ class InputAudioPart(_MediaPart, frozen=True, kw_only=True, tag_field="type", ta
     kind: ClassVar[MediaKind] = MediaKind.sound
     input_audio: InputAudio
 
-    @property
-    def url(self) -> str:
-        return f"data:audio/{self.input_audio.format or 'wav'};base64,{self.input_audio.data}"
-
 
 class VideoFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which frames of its videos a request asks for; `check_sampling` checks the values."""

@@ -33,4 +33,5 @@ class AudioConfig(Section):
         None,
         "embeddings of sounds that are kept; null = those of the two longest sounds, or 16384",
         at_least=1,
+        at_most=10_000_000,
     )

@@ -35,6 +35,7 @@ class ImagesConfig(Section):
         None,
         "embeddings of images that are kept; null = those of the two largest images, or 32768",
         at_least=1,
+        at_most=10_000_000,
     )
     domains: list[str] = setting(
         [], "host names from which images, videos and audio are fetched; [] = none"

@@ -115,7 +115,6 @@ def read_sound_spec(
         placeholder=placeholder,
         marked_placeholder=(placeholder.join(marks) if marks else placeholder) + family.ending,
         max_windows=_read_max_windows(fields, mel.window_s),
-        states_of_embedding=sound.states_of_embedding,
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from ostinato.models.audio.mel_spec import MelSpec
 
-__all__ = ("FRAMES_OF_STATE", "SoundSpec")
+__all__ = ("FRAMES_OF_STATE", "STATES_OF_EMBEDDING", "SoundSpec")
 
 FRAMES_OF_STATE = 2  # frames of the spectrogram for one state of the encoder
+STATES_OF_EMBEDDING = 2  # states of the encoder whose mean gives one embedding
 
 
 class SoundSpec(MelSpec, frozen=True, kw_only=True):
@@ -23,7 +24,6 @@ class SoundSpec(MelSpec, frozen=True, kw_only=True):
     # once, with the tokens before and after a sound.
     marked_placeholder: str
     max_windows: int  # windows of one sound; a longer sound is refused
-    states_of_embedding: int = 2  # states of the encoder whose mean gives one embedding
 
     @property
     def max_seconds(self) -> int:
@@ -33,7 +33,7 @@ class SoundSpec(MelSpec, frozen=True, kw_only=True):
     @property
     def max_window_tokens(self) -> int:
         """Embeddings of a full window."""
-        return self.num_frames // (FRAMES_OF_STATE * self.states_of_embedding)
+        return self.num_frames // (FRAMES_OF_STATE * STATES_OF_EMBEDDING)
 
     @property
     def max_tokens(self) -> int:

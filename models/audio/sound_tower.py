@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.models.audio.audio_tower import AudioTower
-from ostinato.models.audio.sound_spec import FRAMES_OF_STATE
+from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING
 from ostinato.models.config.audio_config import SoundConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.vision.tower_layers import TowerLinear, tower_options, units
@@ -68,7 +68,7 @@ class SoundTower(AudioTower):
             rows_per_unit: positions of a unit.
 
         Returns:
-            [n // states_of_embedding, output_size] in the tower's dtype. The states of an
+            [n // STATES_OF_EMBEDDING, output_size] in the tower's dtype. The states of an
             incomplete mean are seen by others, and are in no embedding.
 
         Raises:
@@ -76,7 +76,7 @@ class SoundTower(AudioTower):
         """
         num_states = self._count_states(features)
         states = yield from self.compute_states(features, num_states, rows_per_unit)
-        size = self.sound_config.states_of_embedding
+        size = STATES_OF_EMBEDDING
         means = states[: num_states // size * size].unflatten(0, (-1, size)).mean(1)
         parts: list[Tensor] = []
         for rows in units(len(means), rows_per_unit):
@@ -87,7 +87,7 @@ class SoundTower(AudioTower):
     def _count_states(self, features: Tensor) -> int:
         """The states of a spectrogram of valid shape."""
         num_bins, most = self.config.num_bins, self.config.num_frames
-        least = FRAMES_OF_STATE * self.sound_config.states_of_embedding
+        least = FRAMES_OF_STATE * STATES_OF_EMBEDDING
         shape = tuple(features.shape)
         if len(shape) == 2 and shape[0] == num_bins and least <= shape[1] <= most:
             num_states, is_odd = divmod(shape[1], FRAMES_OF_STATE)

@@ -38,7 +38,6 @@ class SoundConfig:
 
     encoder: AudioEncoderConfig
     output_size: int  # the hidden size of the decoder
-    states_of_embedding: int = 2  # states of the encoder whose mean gives one embedding
     has_hidden_layer: bool = False  # the projector has two layers with an activation between them
     projector_activation: str = "gelu"
     projector_bias: bool = True

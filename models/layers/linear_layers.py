@@ -56,7 +56,7 @@ class BuildOptions:
     has_cache_scales: bool = False  # the checkpoint's scales of keys and values are used
     experts: ExpertKernels = ExpertKernels.auto
     adapters: AdapterSpace | None = None  # the room for low-rank adapters; None = no room
-    num_media_rows: int = 0  # embeddings of images that can be kept at once
+    num_media_rows: int = 0  # embeddings of images or sounds that can be kept at once
     cross: CrossSpace | None = None  # the room for keys and values of encoder states
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False)  # only used on a CPU
 

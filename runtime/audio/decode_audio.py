@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media_files.pyav import error_text, import_av, open_media
 
-__all__ = ("PADDING_S", "AudioLimits", "DecodedAudio", "decode_audio", "mix_samples")
+__all__ = ("AudioLimits", "DecodedAudio", "decode_audio", "mix_samples")
 
-PADDING_S = 0.2
+_PADDING_S = 0.2
 """Seconds of silence that encoders of mp3 and aac add, of which the file need not say so."""
 
 Samples = NDArray[np.float32]
@@ -60,7 +60,7 @@ class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_bytes: int  # of the encoded file
     max_seconds: float  # of the decoded audio: `audio.max_seconds`
-    # Of the decoded audio: the most that the model takes. A file can have `PADDING_S` more.
+    # Of the decoded audio: the most that the model takes. A file can have `_PADDING_S` more.
     model_seconds: float = math.inf
 
 
@@ -100,7 +100,7 @@ def decode_audio(
         )
     if not data:
         raise _refusal(param, f"the file is empty; send a file of audio ({_FORMAT_NAMES})")
-    mixer = _Mixer(sampling_rate, limits, PADDING_S, param)
+    mixer = _Mixer(sampling_rate, limits, _PADDING_S, param)
     try:
         with open_media(data, _DEMUXERS, _DECODERS) as container:
             if not container.streams.audio:

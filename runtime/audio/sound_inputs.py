@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.conf.sections.audio_schema import AudioConfig
-from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, SoundSpec
+from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING, SoundSpec
 from ostinato.runtime.audio.audio_inputs import (
     CODE_BYTES,
     max_audio_bytes,
@@ -26,7 +26,8 @@ __all__ = ("SoundContent", "max_sound_memory", "max_sound_seconds", "prepare_sou
 SoundContent = bytes | Path | GivenSamples
 """Encoded audio, its path, or its samples."""
 
-_COPIES_OF_FEATURES = 3  # in the process that prepares a request
+# Spectrograms in the process that prepares a request. Samples are there once, of one sound.
+_COPIES_OF_SPECTROGRAMS = 3
 
 
 def max_sound_seconds(spec: SoundSpec, config: AudioConfig) -> float:
@@ -45,9 +46,9 @@ def max_sound_memory(spec: SoundSpec, config: AudioConfig, num_rows: int) -> int
     samples = int((max_sound_seconds(spec, config) + 1) * spec.sampling_rate)
     num_tokens = num_rows + spec.max_tokens  # one sound is prepared before a 400
     # Of each window, a few frames are not enough for a further embedding.
-    rest = FRAMES_OF_STATE * spec.states_of_embedding * config.max_per_request * spec.max_windows
-    num_frames = FRAMES_OF_STATE * spec.states_of_embedding * num_tokens + rest
-    return CODE_BYTES + 8 * samples + _COPIES_OF_FEATURES * 4 * spec.num_bins * num_frames
+    rest = FRAMES_OF_STATE * STATES_OF_EMBEDDING * config.max_per_request * spec.max_windows
+    num_frames = FRAMES_OF_STATE * STATES_OF_EMBEDDING * num_tokens + rest
+    return CODE_BYTES + 8 * samples + _COPIES_OF_SPECTROGRAMS * 4 * spec.num_bins * num_frames
 
 
 def prepare_sound(
@@ -102,7 +103,7 @@ def _windows(samples: NDArray[np.float32], spec: SoundSpec, name: str) -> tuple[
         if (window := _window(samples[begin : begin + longest], spec)) is not None
     ]
     if not windows:
-        least = FRAMES_OF_STATE * (spec.states_of_embedding - 1) * spec.hop_size
+        least = FRAMES_OF_STATE * (STATES_OF_EMBEDDING - 1) * spec.hop_size
         raise InvalidRequestError(
             f"{name}: the audio is {1000 * len(samples) / spec.sampling_rate:g} ms long, and the"
             f" model takes audio of more than {1000 * least / spec.sampling_rate:g} ms; send a"
@@ -119,7 +120,7 @@ def _window(samples: NDArray[np.float32], spec: SoundSpec) -> PromptSound | None
 
     num_heard = min(-(-len(samples) // spec.hop_size), spec.num_frames)
     num_states = (num_heard - 1) // FRAMES_OF_STATE + 1
-    num_tokens = num_states // spec.states_of_embedding
+    num_tokens = num_states // STATES_OF_EMBEDDING
     if not num_tokens:
         return None
     # The last state reads one frame more than the states have.

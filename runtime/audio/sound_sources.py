@@ -16,8 +16,9 @@ class GivenSamples(NamedTuple):
 
 
 class SoundSource(NamedTuple):
-    """One sound of a prompt. It has a URL, a file or samples."""
+    """One sound of a prompt. It has a URL, base64, a file or samples."""
 
     url: str = ""  # data:, http: or https:
+    base64: str | None = None  # the encoded audio
     file: bytes | Path | None = None  # the encoded audio
     samples: GivenSamples | None = None

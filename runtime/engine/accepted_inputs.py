@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ostinato.models.audio.audio_spec import AudioSpec
-from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, SoundSpec
+from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING, SoundSpec
 from ostinato.models.vision.video_spec import EXTRA_POSITIONS
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.audio import PromptSound
@@ -50,7 +50,7 @@ class AcceptedInputs(NamedTuple):
                 f"the images of {name} have {num_tokens} tokens together, and at most "
                 f"{self.num_rows} fit (images.cache_tokens); send fewer or smaller images",
                 param="messages",
-                code="image_too_large",
+                code="too_many_embeddings",
             )
         # The model's table of positions has no more than these.
         if (extra := count_extra_positions(request.images)) > EXTRA_POSITIONS:
@@ -78,7 +78,7 @@ class AcceptedInputs(NamedTuple):
                 f"the audio of {name} has {num_tokens} tokens together, and at most "
                 f"{self.num_rows} fit (audio.cache_tokens); send less or shorter audio",
                 param="messages",
-                code="audio_too_long",
+                code="too_many_embeddings",
             )
 
     def _check_audio(self, request: Request) -> None:
@@ -117,15 +117,15 @@ def _check_sound(sound: PromptSound, spec: SoundSpec, name: str) -> None:
     """Check the sizes of one window of a sound."""
     num_states = sound.num_frames // FRAMES_OF_STATE
     num_frames = min(FRAMES_OF_STATE * num_states + 1, spec.num_frames)
-    if sound.shape != (spec.num_bins, num_frames) or num_states < spec.states_of_embedding:
+    if sound.shape != (spec.num_bins, num_frames) or num_states < STATES_OF_EMBEDDING:
         raise InvalidRequestError(
             f"the spectrogram of audio of {name} has the shape {list(sound.shape)}, and this model "
             f"takes {spec.num_bins} mel bins, and an odd number of frames from "
-            f"{FRAMES_OF_STATE * spec.states_of_embedding + 1}, or {spec.num_frames} frames",
+            f"{FRAMES_OF_STATE * STATES_OF_EMBEDDING + 1}, or {spec.num_frames} frames",
             param="messages",
             code="invalid_value",
         )
-    num_tokens = num_states // spec.states_of_embedding
+    num_tokens = num_states // STATES_OF_EMBEDDING
     if sound.num_tokens != num_tokens:
         raise InvalidRequestError(
             f"audio of {name} with {sound.num_frames} frames has {sound.num_tokens} placeholder "

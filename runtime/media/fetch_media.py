@@ -194,7 +194,7 @@ class MediaFetcher:
             async for part in response.aiter_raw():
                 size += len(part)
                 if size > budget.max_bytes:
-                    raise budget.refused(name, target, f"has {budget.too_large()}")
+                    raise budget.too_large(name, target)
                 budget.add(len(part), name, target)
                 parts.append(part)
         return b"".join(parts)
@@ -223,20 +223,25 @@ class _Budget:
                 f"is too large: the fetched {self.words.noun}s of a request have at most {most}"
                 f" bytes together ({self._times} times {self.words.setting})"
             )
-            raise self.refused(name, target, problem)
+            raise self.refused(name, target, problem, self.words.size_code)
 
-    def too_large(self, size: int | None = None) -> str:
-        """The end of the error for a size; None = it is not known."""
+    def too_large(
+        self, name: str, target: FetchTarget, size: int | None = None
+    ) -> InvalidRequestError:
+        """The error for a size; None = it is not known."""
         found = f"more than {self.max_bytes}" if size is None else str(size)
         noun, setting = self.words.noun, self.words.setting
-        return f"{found} bytes, and {setting} allows {self.max_bytes}; send a smaller {noun}"
+        problem = f"has {found} bytes, and {setting} allows {self.max_bytes}; send a smaller {noun}"
+        return self.refused(name, target, problem, self.words.size_code)
 
-    def refused(self, name: str, target: FetchTarget, problem: str) -> InvalidRequestError:
+    def refused(
+        self, name: str, target: FetchTarget, problem: str, code: str = ""
+    ) -> InvalidRequestError:
         """The error for one of them."""
         return InvalidRequestError(
             f"{name} from the host {target.host!r} {problem}",
             param=name.partition(":")[0],
-            code=self.words.code,
+            code=code or self.words.code,
         )
 
 
@@ -257,4 +262,4 @@ def _check_head(response: httpx.Response, target: FetchTarget, name: str, budget
         )
     length = response.headers.get("content-length", "")
     if length.isdecimal() and int(length) > budget.max_bytes:
-        raise budget.refused(name, target, f"has {budget.too_large(int(length))}")
+        raise budget.too_large(name, target, int(length))

@@ -47,7 +47,7 @@ def place_media(
         media: of the kinds that the model takes.
         model: the model.
         encode: see `expand_placeholders`.
-        param: the part of the request that has the prompt, for errors.
+        param: the part of the request that has the prompt, for errors: `messages`, or another.
 
     Raises:
         InvalidRequestError: see those functions.
@@ -70,7 +70,7 @@ def expand_sounds(
         token_ids: the prompt, with one placeholder token for each sound.
         media: the sounds in the order of the prompt.
         spec: how the model takes sounds.
-        param: the part of the request that has the prompt, for errors.
+        param: the part of the request that has the prompt, for errors: `messages`, or another.
 
     Returns:
         The longer prompt, and the windows in their order, with the indices of their first tokens
@@ -117,7 +117,7 @@ def expand_placeholders(
         spec: how the model takes images and videos.
         encode: the tokens of a text, without tokens that begin or end a prompt. Called for the
             times of videos if `VideoSpec.states_times`.
-        param: the part of the request that has the prompt, for errors.
+        param: the part of the request that has the prompt, for errors: `messages`, or another.
 
     Returns:
         The longer prompt, and the images and the pairs of frames in their order, with the indices
@@ -191,14 +191,18 @@ def _check_count(
     count = token_ids.count(spec.placeholder_id)
     if count == num_media:
         return
-    remedy = (
-        f"leave {spec.placeholder!r} out of the text, and send each {noun} as its own part"
-        if count > num_media
-        else f"use a chat template that writes the placeholder for each {noun}"
-    )
+    times = "once" if count == 1 else f"{count} times"
+    if param != "messages":  # the text of the prompt is the caller's, not a template's
+        remedy = f"write {spec.placeholder!r} in the prompt once for each {noun}"
+    elif count > num_media:
+        remedy = f"leave {spec.placeholder!r} out of the text, and send each {noun} as its own part"
+    else:
+        remedy = f"use a chat template that writes the placeholder for each {noun}"
+        if num_media > 1:
+            remedy = f"send each {noun} in a message of its own, or {remedy}"
     raise InvalidRequestError(
-        f"{param}: the prompt has the {noun} placeholder {spec.placeholder!r} {count} times, "
-        f"but {num_media} {noun}s; the numbers must be equal; {remedy}",
+        f"{param}: the prompt has the {noun} placeholder {spec.placeholder!r} {times}, "
+        f"but {kind.counted(num_media)}; the numbers must be equal; {remedy}",
         param=param,
         code="invalid_audio" if kind is MediaKind.sound else f"invalid_{noun}",
     )

@@ -22,6 +22,7 @@ from ostinato.runtime.media_files.media_urls import (
     data_url_bytes,
     data_url_frames,
     fetch_target,
+    input_audio_bytes,
     is_data_url,
     is_frames_url,
 )
@@ -280,6 +281,8 @@ def _sound(
         content = source.samples
     elif source.file is not None:
         content = source.file
+    elif source.base64 is not None:
+        content = input_audio_bytes(source.base64, max_audio_bytes(limits.audio), name)
     elif is_data_url(source.url):
         max_bytes = max_audio_bytes(limits.audio)
         content = data_url_bytes(source.url, max_bytes, name, MediaKind.sound)
@@ -298,8 +301,9 @@ def _has_content(source: MediaSource) -> bool:
     """Whether a source has something else than a URL."""
     if isinstance(source, ImageSource):
         return source.pil is not None
-    given = source.frames if isinstance(source, VideoSource) else source.samples
-    return source.file is not None or given is not None
+    if isinstance(source, VideoSource):
+        return source.file is not None or source.frames is not None
+    return any(given is not None for given in (source.base64, source.file, source.samples))
 
 
 def _named(sources: Sequence[MediaSource], param: str) -> Iterator[tuple[MediaSource, str]]:
@@ -352,7 +356,7 @@ def _check_number(
     number = kinds.count(kind)
     if number > most:
         raise InvalidRequestError(
-            f"{param} has {number} {kind.value}s, and {section}.max_per_request allows {most};"
+            f"{param} has {kind.counted(number)}, and {section}.max_per_request allows {most};"
             " send fewer",
             param=param,
             code=f"too_many_{kind.value}s",

@@ -13,3 +13,7 @@ class MediaKind(StrEnum):
     image = "image"
     video = "video"
     sound = "sound"
+
+    def counted(self, number: int) -> str:
+        """Such as `1 sound` and `2 sounds`."""
+        return f"{number} {self.value}{'' if number == 1 else 's'}"

@@ -22,6 +22,7 @@ __all__ = (
     "data_url_bytes",
     "data_url_frames",
     "fetch_target",
+    "input_audio_bytes",
     "is_data_url",
     "is_frames_url",
     "url_words",
@@ -45,17 +46,33 @@ class UrlWords(NamedTuple):
     setting: str  # the most bytes
     example: str  # of a data URL
     code: str
+    size_code: str  # of a file with more bytes
 
 
 _WORDS = {
     MediaKind.image: UrlWords(
-        "image", "image/*", "images.max_mib", "data:image/png;base64,DATA", "invalid_image_url"
+        "image",
+        "image/*",
+        "images.max_mib",
+        "data:image/png;base64,DATA",
+        "invalid_image_url",
+        "invalid_image_url",
     ),
     MediaKind.video: UrlWords(
-        "video", "video/*", "video.max_mib", "data:video/mp4;base64,DATA", "invalid_video_url"
+        "video",
+        "video/*",
+        "video.max_mib",
+        "data:video/mp4;base64,DATA",
+        "invalid_video_url",
+        "invalid_video_url",
     ),
     MediaKind.sound: UrlWords(
-        "sound", "audio/*", "audio.max_mib", "data:audio/wav;base64,DATA", "invalid_audio_url"
+        "sound",
+        "audio/*",
+        "audio.max_mib",
+        "data:audio/wav;base64,DATA",
+        "invalid_audio_url",
+        "audio_too_large",
     ),
 }
 
@@ -113,6 +130,30 @@ def data_url_bytes(url: str, max_bytes: int, name: str, kind: MediaKind) -> byte
     return _from_base64(text, name, words)
 
 
+def input_audio_bytes(data: str, max_bytes: int, name: str) -> bytes:
+    """The bytes of `input_audio`, which has base64 without a URL.
+
+    Args:
+        data: base64. Line breaks are skipped.
+        max_bytes: a larger file is refused before it is decoded.
+        name: the name of the sound in errors.
+
+    Raises:
+        InvalidRequestError: it is not base64 (`invalid_audio`), or too large (`audio_too_large`).
+    """
+    words = url_words(MediaKind.sound)._replace(code="invalid_audio")
+    if is_data_url(data):
+        raise _invalid(
+            name,
+            "is not valid base64: it begins with 'data:'; leave out 'data:...;base64,', or send it"
+            " as audio_url",
+            words,
+        )
+    text = _without_breaks(data)
+    _check_size(text, max_bytes, name, words)
+    return _from_base64(text, name, words)
+
+
 def data_url_frames(url: str, max_bytes: int, max_frames: int, name: str) -> list[bytes]:
     """The JPEG files of a URL for which `is_frames_url` is true.
 
@@ -151,7 +192,7 @@ def _check_size(text: str, max_bytes: int, name: str, words: UrlWords) -> None:
             name,
             f"has {size} bytes, and {words.setting} allows {max_bytes}; send a smaller"
             f" {words.noun}",
-            words,
+            words._replace(code=words.size_code),
         )
 
 
@@ -161,9 +202,10 @@ def _from_base64(text: str, name: str, words: UrlWords) -> bytes:
             raise ValueError("the length is no multiple of 4")  # noqa: TRY301
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise _invalid(
-            name, f"is not valid base64 ({error}); encode the file's bytes with padding", words
-        ) from error
+        remedy = "encode the file's bytes with padding"
+        if "-" in text or "_" in text:
+            remedy += " and the standard alphabet, which has '+' and '/' and not '-' and '_'"
+        raise _invalid(name, f"is not valid base64 ({error}); {remedy}", words) from error
 
 
 def fetch_target(url: str, domains: Sequence[str], name: str, kind: MediaKind) -> FetchTarget:

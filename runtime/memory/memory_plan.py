@@ -77,7 +77,17 @@ class ModelFootprint:
     audio_bytes: int = 0
     # The audio tower and the tables for embeddings of sounds; `weights_bytes` includes them.
     sound_bytes: int = 0
+    # The tables for embeddings alone; `image_bytes` or `sound_bytes` includes them.
+    media_table_bytes: int = 0
+    # "images" or "sounds" if the model takes them, but the files that say how are missing. Then
+    # nothing is counted for them.
+    uncounted: str = ""
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers, in the device's memory
+
+    @property
+    def media_setting(self) -> str:
+        """The setting of the size of the tables for embeddings."""
+        return "audio.cache_tokens" if self.sound_bytes else "images.cache_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +225,7 @@ def plan_memory(
         reasons=tuple(reasons),
         tier_bytes=model.tier_bytes,
     )
-    room = _room(plan)
+    room = _room(plan, model)
     if not bytes_per_block:
         return _without_cache(plan, scheduler)
     sequence_blocks = plan.sequence_blocks(length)
@@ -233,7 +243,7 @@ def plan_memory(
         kv_bytes=num_blocks * bytes_per_block,
         reasons=(*plan.reasons, reason),
     )
-    return _with_length(plan, is_asked=max_model_len is not None, room=room)
+    return _with_length(plan, model, is_asked=max_model_len is not None, room=room)
 
 
 def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
@@ -266,12 +276,18 @@ def _weights_beside_layers(model: ModelFootprint) -> list[str]:
             "the audio encoder and the table of embeddings (audio.cache_tokens)",
         ),
     )
-    return [
+    texts = [
         f"{name}: {_size(size)} of the weights are {what}" for name, size, what in parts if size
     ]
+    if model.uncounted:
+        texts.append(
+            f"{model.uncounted}: not counted and not taken, because the files of the processor are "
+            "missing; set model.path to a directory that has them"
+        )
+    return texts
 
 
-def _room(plan: MemoryPlan) -> int:
+def _room(plan: MemoryPlan, model: ModelFootprint) -> int:
     """Bytes that the budget leaves for KV blocks.
 
     Raises:
@@ -279,16 +295,30 @@ def _room(plan: MemoryPlan) -> int:
     """
     room = plan.budget_bytes - plan.fixed_bytes
     if room < 2 * plan.bytes_per_block:
+        remedies = [*_table_remedies(model, 2 * plan.bytes_per_block - room), "use a smaller model"]
         tiers = f"buffers of KV tiers {_size(plan.tier_bytes)}, " if plan.tier_bytes else ""
         raise StartupError(
             f"not enough memory: {_size(plan.budget_bytes)} planned of {_size(plan.free_bytes)} "
             f"free, weights need {_size(plan.weights_bytes)}, activations "
             f"{_size(plan.activation_bytes)}, graphs {_size(plan.graph_bytes)}, {tiers}"
-            f"two KV blocks {_size(2 * plan.bytes_per_block)}; use a smaller model, "
+            f"two KV blocks {_size(2 * plan.bytes_per_block)}; {', or '.join(remedies)}, "
             f"model.dtype=bfloat16, a higher device.memory_fraction or a lower "
             f"scheduler.max_num_batched_tokens"
         )
     return room
+
+
+def _table_remedies(model: ModelFootprint, missing_bytes: int) -> list[str]:
+    """To lower the size of the table, if that frees enough or the table is most of the weights.
+
+    Args:
+        model: has the size of the table.
+        missing_bytes: what the plan lacks.
+    """
+    table = model.media_table_bytes
+    if not table or table < min(missing_bytes, model.weights_bytes / 2):
+        return []
+    return [f"lower {model.media_setting}, whose table is {_size(table)} of the weights"]
 
 
 def _kv_bytes(
@@ -320,7 +350,9 @@ def _kv_bytes(
     )
 
 
-def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
+def _with_length(
+    plan: MemoryPlan, model: ModelFootprint, *, is_asked: bool, room: int
+) -> MemoryPlan:
     """Shorten `max_model_len` of a plan to the longest sequence that fits.
 
     Raises:
@@ -342,6 +374,8 @@ def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
         remedies.append(f"lower model.max_model_len to at most {longest}")
     if need <= room:
         remedies.append(f"set cache.memory_gib={math.ceil(need / GIB * 1000) / 1000:g}")
+    else:
+        remedies += _table_remedies(model, need - room)
     remedies.append("use a smaller model or a higher device.memory_fraction")
     raise StartupError(
         f"not enough memory for one sequence of {length} tokens: its KV blocks need {_size(need)}, "

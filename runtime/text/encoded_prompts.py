@@ -131,7 +131,8 @@ class PromptInputs:
         if self._model.audio is not None:
             check_media(sources, self._model, self._media, param=param)
             return self._with_audio(prompt, audio)
-        sources += sound_list(audio, f"{param}.audio")
+        most = None if self._model.sounds is None else self._media.audio.max_per_request
+        sources += sound_list(audio, f"{param}.audio", most)
         token_ids, text = self._ids(prompt), prompt if isinstance(prompt, str) else None
         if not sources:
             return EncodedPrompt(token_ids=token_ids, text=text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 import msgspec
 
-from ostinato.runtime.audio.given_sounds import SoundInput
+from ostinato.runtime.audio.given_sounds import SoundInput, is_number_list
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.video.offline_videos import VideoInput, video_list
 from ostinato.runtime.video.video_sources import VideoSource
@@ -214,9 +214,7 @@ def _images(value: object) -> Sequence[object]:
 def _audio(value: object) -> Sequence[object]:
     """The sounds of `multi_modal_data`. A tuple and a list of numbers are one sound."""
     if isinstance(value, list):
-        items = cast("list[object]", value)
-        is_one = bool(items) and all(type(item) in (float, int) for item in items)
-        return [items] if is_one else items
+        return [value] if is_number_list(value) else cast("list[object]", value)
     is_nothing = value is None or (isinstance(value, tuple) and not value)
     return [] if is_nothing else [value]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Self
 
 import msgspec
 
@@ -21,18 +22,13 @@ def audio_digest(num_bins: int, num_frames: int, features: bytes | memoryview) -
     return digest.digest()
 
 
-class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+class _Spectrogram(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One window of audio, as a log-mel spectrogram."""
 
     digest: bytes  # `audio_digest`
     num_bins: int  # mel bins
     num_frames: int
     features: bytes = b""  # [num_bins, num_frames] float32; empty where they were left out
-
-    @property
-    def num_rows(self) -> int:
-        """Windows of the caches of cross attention that it takes."""
-        return 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,16 +40,16 @@ class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         """What the encoder reads."""
         return self.features
 
-    def without_data(self) -> PromptAudio:
-        """The same audio without its features."""
+    def without_data(self) -> Self:
+        """The same window without its features."""
         return msgspec.structs.replace(self, features=b"")
 
-    def with_data(self, data: bytes) -> PromptAudio:
-        """The same audio with these features, which are known to have its digest."""
+    def with_data(self, data: bytes) -> Self:
+        """The same window with these features, which are known to have its digest."""
         return msgspec.structs.replace(self, features=data)
 
-    def with_checked_data(self, data: bytes) -> PromptAudio:
-        """The same audio with these features.
+    def with_checked_data(self, data: bytes) -> Self:
+        """The same window with these features.
 
         Raises:
             ValueError: they have another digest.
@@ -68,20 +64,25 @@ class PromptAudio(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
         return self.num_bins * self.num_frames * 4
 
 
-class PromptSound(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One window of a sound, as a log-mel spectrogram.
+class PromptAudio(_Spectrogram, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One window of audio that an encoder-decoder model transcribes."""
 
-    A sound that is longer than a window is several windows, whose tokens follow each other.
+    @property
+    def num_rows(self) -> int:
+        """Windows of the caches of cross attention that it takes."""
+        return 1
+
+
+class PromptSound(_Spectrogram, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One window of a sound.
+
+    A sound that is longer than a window is several windows, whose tokens follow each other. A
+    window has the frames that the encoder's states depend on: 2n + 1 for n states, or those of a
+    full window. Frames of the silence after them are left out.
     """
 
-    digest: bytes  # `audio_digest`
     begin: int  # index of its first placeholder token in the prompt
     num_tokens: int  # its placeholder tokens, one for each embedding
-    num_bins: int  # mel bins
-    # The frames that the encoder's states depend on: 2n + 1 for n states, or those of a full
-    # window. Frames of the silence after them are left out.
-    num_frames: int
-    features: bytes = b""  # [num_bins, num_frames] float32; empty where they were left out
 
     @property
     def end(self) -> int:
@@ -97,36 +98,3 @@ class PromptSound(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     def cache_key(self) -> bytes:
         """What the keys and values of its tokens depend on, besides the tokens before it."""
         return self.digest
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of `data`."""
-        return self.num_bins, self.num_frames
-
-    @property
-    def data(self) -> bytes:
-        """What the encoder reads."""
-        return self.features
-
-    def without_data(self) -> PromptSound:
-        """The same window without its features."""
-        return msgspec.structs.replace(self, features=b"")
-
-    def with_data(self, data: bytes) -> PromptSound:
-        """The same window with these features, which are known to have its digest."""
-        return msgspec.structs.replace(self, features=data)
-
-    def with_checked_data(self, data: bytes) -> PromptSound:
-        """The same window with these features.
-
-        Raises:
-            ValueError: they have another digest.
-        """
-        if audio_digest(self.num_bins, self.num_frames, data) != self.digest:
-            raise ValueError("the features of a sound have another digest")
-        return self.with_data(data)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of `data`."""
-        return self.num_bins * self.num_frames * 4

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, SoundSpec
+from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING, SoundSpec
 from ostinato.models.audio.sound_tower import SoundTower
 from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.runtime.types.audio import PromptSound, audio_digest
@@ -25,7 +25,7 @@ SOUND_SPEC = SoundSpec(
     max_windows=2,
 )
 WIDTH = SOUND_SPEC.num_bins + 1
-_FRAMES = FRAMES_OF_STATE * SOUND_SPEC.states_of_embedding  # of one embedding
+_FRAMES = FRAMES_OF_STATE * STATES_OF_EMBEDDING  # of one embedding
 
 
 class ToySoundTower(SoundTower):
@@ -53,7 +53,7 @@ class ToySoundTower(SoundTower):
 
 def _sums(features: Tensor) -> Tensor:
     num_states = features.shape[1] // FRAMES_OF_STATE
-    count = num_states // SOUND_SPEC.states_of_embedding
+    count = num_states // STATES_OF_EMBEDDING
     sums = features[:, : count * _FRAMES].view(-1, count, _FRAMES).sum(2)
     return torch.cat([sums, torch.ones(1, count)]).T
 
@@ -65,7 +65,7 @@ def toy_sound(seed: int, num_tokens: int, begin: int = 0, *, is_odd: bool = Fals
         num_tokens: 1 to 8.
         is_odd: the window has a last state that no embedding reads; `num_tokens` is below 8.
     """
-    num_states = SOUND_SPEC.states_of_embedding * num_tokens + is_odd
+    num_states = STATES_OF_EMBEDDING * num_tokens + is_odd
     num_frames = min(FRAMES_OF_STATE * num_states + 1, SOUND_SPEC.num_frames)
     count = SOUND_SPEC.num_bins * num_frames
     values = np.array([(seed * 31 + place * 7) % 256 for place in range(count)], np.float32)

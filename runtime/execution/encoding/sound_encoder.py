@@ -7,7 +7,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, SoundSpec
+from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING, SoundSpec
 from ostinato.models.audio.sound_tower import SoundTower
 from ostinato.runtime.execution.encoding.audio_encoder import copy_features, positions_per_unit
 from ostinato.runtime.execution.executor import BeginEncoding
@@ -46,7 +46,7 @@ class SoundEncoder:
     def warm_up(self) -> None:
         """Encode the shortest sound: one with one embedding."""
         spec = self._spec
-        num_frames = min(FRAMES_OF_STATE * spec.states_of_embedding + 1, spec.num_frames)
+        num_frames = min(FRAMES_OF_STATE * STATES_OF_EMBEDDING + 1, spec.num_frames)
         shape = spec.num_bins, num_frames
         silence = bytes(4 * spec.num_bins * num_frames)
         for _ in self.begin(BeginEncoding(b"", [0], shape, silence, [])):

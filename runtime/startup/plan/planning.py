@@ -168,6 +168,8 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         image_bytes=0 if model.vision is None else _media_bytes(skeleton),
         audio_bytes=_audio_bytes(skeleton),
         sound_bytes=0 if model.sound is None else _media_bytes(skeleton),
+        media_table_bytes=_table_bytes(skeleton),
+        uncounted=_uncounted(config, source),
         workspace_bytes=handoff
         + _encoding_bytes(source)
         + workspace_bytes(
@@ -186,9 +188,25 @@ def _media_bytes(skeleton: LanguageModel) -> int:
     """Bytes of the tower and of the tables for embeddings of images or sounds on this rank."""
     if not isinstance(skeleton, Decoder):
         return 0
-    tables = sum(table.nbytes for table in skeleton.media_tables() if table is not None)
     towers = (skeleton.vision, skeleton.sound)
-    return tables + sum(num_bytes(tower) for tower in towers if tower is not None)
+    return _table_bytes(skeleton) + sum(num_bytes(tower) for tower in towers if tower is not None)
+
+
+def _table_bytes(skeleton: LanguageModel) -> int:
+    """Bytes of the tables for embeddings of images or sounds on this rank."""
+    if not isinstance(skeleton, Decoder):
+        return 0
+    return sum(table.nbytes for table in skeleton.media_tables() if table is not None)
+
+
+def _uncounted(config: EngineConfig, source: ModelSource) -> str:
+    """What the model takes if files say how, and they are missing: images, sounds, or nothing."""
+    model = source.config
+    if model.vision is not None and source.images is None and config.images.max_per_request:
+        return "images"
+    if model.sound is not None and source.sounds is None and config.audio.max_per_request:
+        return "sounds"
+    return ""
 
 
 def _audio_bytes(skeleton: LanguageModel) -> int:

@@ -9,12 +9,14 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from ostinato.api.cli.main import _BENCH_PACKAGES
 from ostinato.commands import COMMANDS, run
+from ostinato.conf.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -144,6 +146,10 @@ def test_help_has_examples_keys_defaults_and_ranges(
         assert "speculation.max_tokens=7 " in text
         assert "runtime.determinism=auto " in text
     assert "qwen3-0.6b" in text
+
+
+def test_help_of_serve_has_every_section_of_an_engine():
+    assert {field.name for field in fields(EngineConfig)} <= {*COMMANDS["serve"].sections}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -170,14 +170,15 @@ def test_urls_are_fetched_once_and_keep_their_place(source: Source):
         sounds = prepared(preparer, body_of(*parts)).ready.generation.sounds
         assert [one.num_tokens for one in sounds] == [10, 20, 10]
         assert sorted(asked) == ["/a", "/b"]
-        for path, text in (
-            ("/none", "sound 2 from the host 'media.test' was answered with the status 404"),
-            ("/large", "sound 2 from the host 'media.test' has 60000 bytes, and audio.max_mib"),
+        host = "sound 2 from the host 'media.test'"
+        for path, code, text in (
+            ("/none", "invalid_audio_url", f"{host} was answered with the status 404"),
+            ("/large", "audio_too_large", f"{host} has 60000 bytes, and audio.max_mib"),
         ):
             with pytest.raises(InvalidRequestError) as refused:
                 prepared(preparer, body_of(part_of("/a"), part_of(path)))
             assert text in str(refused.value)
-            assert refused.value.code == "invalid_audio_url"
+            assert refused.value.code == code
 
 
 @contextmanager

@@ -272,17 +272,19 @@ class TestRefused:
         for data in ("A", "A===", "!!!!", audio_url(FILE)):
             part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
             error = refusal(model.chat, part)
-            assert (error.param, error.code) == ("messages", "invalid_audio_url")
+            assert (error.param, error.code) == ("messages", "invalid_audio")
             assert "sound 1 is not valid base64" in str(error)
+        assert "leave out 'data:...;base64,', or send it as audio_url" in str(error)
 
     def test_limits(self, model: Model):
         parts = [input_part(wav(0.4, seed=seed)) for seed in range(3)]
         error = refusal(model.chat, *parts, max_per_request=2, granted=Grant.text)
         assert error.code == "too_many_sounds"
         assert "3 sounds, and audio.max_per_request allows 2; send fewer" in str(error)
-        error = refusal(model.chat, *parts, max_mib=0.001)
-        assert error.code == "invalid_audio_url"
-        assert "audio.max_mib allows 1048; send a smaller sound" in str(error)
+        for part in (*parts[:1], url_part(wav(0.4))):
+            error = refusal(model.chat, part, max_mib=0.001)
+            assert (error.param, error.code) == ("messages", "audio_too_large")
+            assert "audio.max_mib allows 1048; send a smaller sound" in str(error)
         error = refusal(model.chat, *parts, max_seconds=0.3)
         assert error.code == "audio_too_long"
         assert "longer than the 0.3 s that are allowed (audio.max_seconds)" in str(error)

@@ -267,6 +267,15 @@ class TestRefused:
         assert (error.param, error.code) == (f"media_io_kwargs.{param}", code)
         assert text in str(error)
 
+    @pytest.mark.parametrize("value", [{}, {"sampling_rate": 8000}])
+    def test_settings_for_reading_audio(self, value):
+        error = refusal({"messages": MESSAGES, "media_io_kwargs": {"audio": value}})
+        assert str(error) == (
+            "media_io_kwargs.audio is not supported: it needs settings for reading audio, which "
+            "this server does not have yet; leave it out"
+        )
+        assert (error.param, error.code) == ("media_io_kwargs.audio", "unsupported_parameter")
+
     def test_frames_that_no_request_asks_for(self):
         for value in (None, {}, {"video": {}}, {"video": {"fps": 1}}, {"video": {"num_frames": 9}}):
             body = json.dumps({"messages": MESSAGES, "media_io_kwargs": value}).encode()

@@ -87,7 +87,7 @@ def test_sounds_fit_if_their_different_windows_have_no_more_tokens_than_rows(
     else:
         error = refusal(SOUNDS, request(*sounds))
         assert f"{total} tokens together, and at most 12 fit (audio.cache_tokens)" in str(error)
-        assert (error.param, error.code) == ("messages", "audio_too_long")
+        assert (error.param, error.code) == ("messages", "too_many_embeddings")
 
 
 @given(num_bins=st.integers(0, 5), num_frames=st.integers(0, 40), num_tokens=st.integers(0, 10))

@@ -95,12 +95,13 @@ def limits(**images: Any) -> MediaLimits:
     return MediaLimits(ImagesConfig(**images), VideoConfig(max_mib=1.0), AudioConfig(max_mib=1.5))
 
 
-async def refusal(fetching: MediaFetcher, url: str, wanted: FetchWanted = IMAGE) -> str:
+async def refusal(
+    fetching: MediaFetcher, url: str, wanted: FetchWanted = IMAGE, code: str = ""
+) -> str:
     with pytest.raises(InvalidRequestError) as refused:
         await fetching.fetch({url: wanted})
     assert (refused.value.status, refused.value.param) == (400, "messages")
-    noun = "audio" if wanted is SOUND else wanted.kind.value
-    assert refused.value.code == f"invalid_{noun}_url"
+    assert refused.value.code == (code or f"invalid_{wanted.kind.value}_url")
     assert str(refused.value).startswith(f"{wanted.name} ")
     return str(refused.value)
 
@@ -232,10 +233,12 @@ def test_sounds_have_limits_of_their_own():
             assert all("\r\nAccept: audio/*\r\n" in head for head in server.heads)
             with pytest.raises(
                 InvalidRequestError, match=r"6291456 bytes together .4 times audio\.max_mib"
-            ):
+            ) as refused:
                 await fetcher().fetch({f"{base}/{number}": SOUND for number in range(5)})
         async with serving(always(answer(bytes(1_600_000)))) as server:
-            text = await refusal(fetcher(), f"http://images.test:{server.port}/", SOUND)
+            assert refused.value.code == "audio_too_large"
+            url = f"http://images.test:{server.port}/"
+            text = await refusal(fetcher(), url, SOUND, "audio_too_large")
             assert "has 1600000 bytes, and audio.max_mib allows 1572864; send a smaller" in text
 
     run(main())

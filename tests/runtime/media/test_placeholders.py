@@ -73,10 +73,10 @@ def test_each_image_gets_its_tokens_in_its_place(
 @pytest.mark.parametrize(
     ("prompt", "count", "message"),
     [
-        ([1, 9, 2], 0, r"'<image>' 1 times, but 0 images; .*leave '<image>' out of the text"),
+        ([1, 9, 2], 0, r"'<image>' once, but 0 images; .*leave '<image>' out of the text"),
         ([9, 9, 9], 2, r"'<image>' 3 times, but 2 images; .*leave '<image>' out of the text"),
-        ([1, 2], 1, r"'<image>' 0 times, but 1 images; .*use a chat template that"),
-        ([], 1, r"0 times, but 1 images"),
+        ([1, 2], 1, r"'<image>' 0 times, but 1 image; .*use a chat template that"),
+        ([], 1, r"0 times, but 1 image"),
     ],
 )
 def test_other_numbers_of_placeholders_are_refused(prompt: list[int], count: int, message: str):
@@ -174,8 +174,8 @@ def test_the_text_of_a_video_is_that_of_transformers():
 @pytest.mark.parametrize(
     ("prompt", "count", "message"),
     [
-        ([1, 21, 2], 0, r"video placeholder '<\|video_pad\|>' 1 times, but 0 videos; .*leave"),
-        ([1, 2], 1, r"0 times, but 1 videos; .*use a chat template that writes"),
+        ([1, 21, 2], 0, r"video placeholder '<\|video_pad\|>' once, but 0 videos; .*leave"),
+        ([1, 2], 1, r"0 times, but 1 video; .*use a chat template that writes"),
     ],
 )
 def test_other_numbers_of_videos_are_refused(prompt: list[int], count: int, message: str):
@@ -224,14 +224,33 @@ def test_each_sound_gets_its_tokens_in_its_place(
 
 def test_other_numbers_of_sounds_are_refused():
     for prompt, sounds, text in (
-        ([1, 9, 2], [], r"'<|AUDIO|>' 1 times, but 0 sounds; the numbers must be equal; leave"),
-        ([1, 2], [sound(3)], "0 times, but 1 sounds; the numbers must be equal; use a chat"),
-        ([9, 9], [sound(3)], "2 times, but 1 sounds"),
+        ([1, 9, 2], [], r"'<|AUDIO|>' once, but 0 sounds; the numbers must be equal; leave"),
+        ([1, 2], [sound(3)], "0 times, but 1 sound; the numbers must be equal; use a chat"),
+        ([9, 9], [sound(3)], "2 times, but 1 sound"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
             expand_sounds(prompt, sounds, sound_spec(9), param="messages")
         assert (caught.value.param, caught.value.code) == ("messages", "invalid_audio")
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("param", "prompt", "count", "remedy"),
+    [
+        ("messages", [9], 2, "but 2 sounds; the numbers must be equal; send each sound in a "
+         "message of its own, or use a chat template that writes the placeholder for each sound"),
+        ("messages", [], 1, "but 1 sound; the numbers must be equal; use a chat template that "
+         "writes the placeholder for each sound"),
+        ("multi_modal_data", [9], 2, "write '<|AUDIO|>' in the prompt once for each sound"),
+        ("multi_modal_data", [9, 9], 1, "write '<|AUDIO|>' in the prompt once for each sound"),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_for_who_writes_the_placeholders(
+    param: str, prompt: list[int], count: int, remedy: str
+):
+    with pytest.raises(InvalidRequestError) as caught:
+        expand_sounds(prompt, [sound(3)] * count, sound_spec(9), param=param)
+    assert str(caught.value).endswith(remedy)
 
 
 def test_a_model_for_text_has_no_placeholders():

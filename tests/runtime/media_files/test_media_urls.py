@@ -14,6 +14,7 @@ from ostinato.runtime.media_files.media_urls import (
     data_url_bytes,
     data_url_frames,
     fetch_target,
+    input_audio_bytes,
     is_frames_url,
 )
 
@@ -51,6 +52,25 @@ def test_every_other_text_is_an_error_that_names_the_image(text):
 def test_wrong_base64(text):
     with pytest.raises(InvalidRequestError, match="is not valid base64"):
         data_url_bytes(f"data:;base64,{text}", 1000, NAME, MediaKind.image)
+
+
+def test_base64_without_a_url():
+    data = bytes(range(251, 256)) * 3
+    text = base64.b64encode(data).decode()
+    assert input_audio_bytes(f"{text[:8]}\r\n{text[8:]}", 15, NAME) == data
+    assert input_audio_bytes("", 15, NAME) == b""
+    for wrong, code, message in (
+        (f"data:audio/wav;base64,{text}", "invalid_audio", "leave out 'data:...;base64,', or"),
+        (base64.urlsafe_b64encode(data).decode(), "invalid_audio", "the standard alphabet"),
+        (text[:-1], "invalid_audio", "encode the file's bytes with padding"),
+        (text + "AAAA", "audio_too_large", "has 18 bytes, and audio.max_mib allows 15; send a"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            input_audio_bytes(wrong, 15, NAME)
+        assert (refused.value.param, refused.value.code) == ("messages", code)
+        assert message in str(refused.value)
+    with pytest.raises(InvalidRequestError, match="and the standard alphabet, which has"):
+        data_url_bytes("data:;base64,AA-_", 15, NAME, MediaKind.image)
 
 
 def test_a_data_url_that_is_too_large_is_not_decoded():
@@ -139,7 +159,7 @@ def test_words_of_sounds():
     with pytest.raises(InvalidRequestError) as refused:
         data_url_bytes("data:;base64," + "A" * 40, 9, NAME, MediaKind.sound)
     assert "has 30 bytes, and audio.max_mib allows 9; send a smaller sound" in str(refused.value)
-    assert refused.value.code == "invalid_audio_url"
+    assert refused.value.code == "audio_too_large"
     with pytest.raises(InvalidRequestError) as refused:
         fetch_target("http://b.test/", ["a.test"], NAME, MediaKind.sound)
     assert "fetches no sounds (images.domains); send the sound as data:audio/wav" in str(

@@ -172,6 +172,32 @@ def test_weights_that_do_not_fit_are_refused():
         plan(QWEN, GIB)
 
 
+@pytest.mark.parametrize(
+    ("tower", "setting"),
+    [("image_bytes", "images.cache_tokens"), ("sound_bytes", "audio.cache_tokens")],
+)
+def test_a_table_that_takes_the_memory_is_named(tower: str, setting: str):
+    """It is named if it is most of the weights, or if the rest has room without it."""
+
+    def refusal(rest: int, table: int, free: int, length: int | None = None) -> str:
+        sizes = {tower: table + MIB, "media_table_bytes": table, "weights_bytes": rest + table}
+        with pytest.raises(StartupError) as caught:
+            plan(replace(SMALL, **sizes), free, fraction=1, max_model_len=length)
+        return str(caught.value)
+
+    named = f"; lower {setting}, whose table is 9.00 GiB of the weights, or use a smaller model"
+    assert named in refusal(100 * MIB, 9 * GIB, 2 * GIB)
+    assert named in refusal(3 * GIB, 9 * GIB, 2 * GIB)
+    assert named in refusal(10 * GIB, 9 * GIB, 11 * GIB)
+    assert setting not in refusal(10 * GIB, 9 * GIB, 8 * GIB)
+    assert setting not in refusal(3 * GIB, 0, 2 * GIB)
+    # There is room for a few blocks, but not for one sequence.
+    free = 9 * GIB + 100 * MIB + SMALL_ACTIVATIONS + 128 * 1024
+    text = refusal(100 * MIB, 9 * GIB, free, 512)
+    assert text.startswith("not enough memory for one sequence of 512 tokens")
+    assert f"or lower {setting}, whose table is 9.00 GiB of the weights, or use" in text
+
+
 def test_less_than_one_block_is_refused():
     with pytest.raises(StartupError, match="one sequence of 16 tokens"):
         plan(memory_gib=1e-6)

@@ -98,7 +98,7 @@ def test_several_sounds(served: Served):
         assert token_ids == served.template_ids(content, SPEECH, MUSIC)
         served.check(token_ids, answer, SPEECH, MUSIC)
     else:  # its template shows one sound of a message
-        with pytest.raises(InvalidRequestError, match="1 times, but 2 sounds"):
+        with pytest.raises(InvalidRequestError, match="once, but 2 sounds"):
             served.chat(text_part("a"), input_part(wav(SPEECH)), input_part(wav(MUSIC)))
     assert served.chat(text_part("a"), input_part(wav(SPEECH))) == first
 

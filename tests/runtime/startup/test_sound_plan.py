@@ -11,6 +11,7 @@ import torch
 
 from ostinato.commands import run
 from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
 from ostinato.models.decoder import Decoder
 from ostinato.models.sharding import Shard, Stage
 from ostinato.models.stage_layers import num_bytes
@@ -18,6 +19,7 @@ from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.plan.identity import compute_identity
 from ostinato.runtime.startup.plan.model_source import model_skeleton, open_model
+from ostinato.runtime.startup.plan.planning import plan_engine
 from ostinato.runtime.startup.served_model import describe_model
 from ostinato.runtime.types.engine_info import ServedTask
 from tests.models.audio.sound_models import FAMILIES, make_sound_model
@@ -170,3 +172,44 @@ def test_run_plan_names_the_memory_of_sounds(
     text = capsys.readouterr().out
     assert "architecture  AudioFlamingo3ForConditionalGeneration" in text
     assert "- sounds: " in text
+
+
+@pytest.mark.parametrize(
+    ("preset", "what", "without"),
+    [
+        ("qwen2-audio-7b", "sounds", NO_SOUNDS),
+        ("qwen2.5-vl-3b", "images", "images.max_per_request=0"),
+        ("qwen3-0.6b", "", NO_SOUNDS),
+    ],
+)
+def test_a_preset_without_files_says_what_is_not_counted(
+    preset: str, what: str, without: str
+) -> None:
+    def notes(*overrides: str) -> list[str]:
+        words = [*COMMON, f"model={preset}", "cache.memory_gib=1", *overrides]
+        config = load_config(["model.load_format=dummy", *words]).engine
+        source = open_model(config, torch.device("cuda"))
+        reasons = plan_engine(config, source, free_bytes=80 << 30).reasons
+        return [reason for reason in reasons if "not counted" in reason]
+
+    note = (
+        f"{what}: not counted and not taken, because the files of the processor are missing; set "
+        "model.path to a directory that has them"
+    )
+    assert notes() == ([note] if what else [])
+    assert notes(without) == []
+
+
+def test_models_with_their_files_have_no_note(paths: dict[str, Path]) -> None:
+    for overrides in ((), (NO_SOUNDS,)):
+        reasons = plan_of(paths["qwen2_audio"], *overrides).memory.reasons
+        assert not any("not counted" in reason for reason in reasons)
+
+
+def test_the_setting_of_a_table_that_does_not_fit_is_named(paths: dict[str, Path]) -> None:
+    for key in ("audio.cache_tokens", "images.cache_tokens"):
+        with pytest.raises(ConfigError, match=rf"{key}.*10000000"):
+            load_config([*COMMON, f"{key}=99999999999"])
+    words = ("audio.cache_tokens=10000000", "device.memory_gib=1")
+    with pytest.raises(StartupError, match=r"lower audio\.cache_tokens, whose table is 2\.38 GiB"):
+        plan_of(paths["qwen2_audio"], *words)

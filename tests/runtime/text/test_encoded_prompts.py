@@ -133,10 +133,10 @@ def test_conversations_of_a_model_without_images(model: Model):
         ({"prompt": "a", "multi_modal_data": [1]}, "multi_modal_data must be"),
         ({"prompt": "a", "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
         ({"multi_modal_data": {"image": picture(4, 4)}}, "a dictionary with nothing"),
-        ({"prompt": "a", "multi_modal_data": {"image": picture(4, 4)}}, "1 images"),
+        ({"prompt": "a", "multi_modal_data": {"image": picture(4, 4)}}, "but 1 image;"),
         (
             {"prompt": PLACEHOLDER * 2, "multi_modal_data": {"image": picture(4, 4)}},
-            "2 times, but 1 images",
+            "2 times, but 1 image;",
         ),
     ],
 )

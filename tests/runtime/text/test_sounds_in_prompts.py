@@ -107,6 +107,8 @@ def test_all_forms_of_sounds(model: Model, tmp_path: Path):
         SAMPLES,
         tensor,
         SAMPLES.tolist(),
+        list(SAMPLES),
+        [list(SAMPLES)],
         SAMPLES[None],
         [SAMPLES],
         [SAMPLES.tolist()],
@@ -149,6 +151,8 @@ def test_conversations(model: Model, tmp_path: Path):
         {"type": "audio", "audio": tmp_path / "a.wav"},
         {"type": "audio", "audio": (SAMPLES, RATE)},
         {"type": "audio", "audio": SAMPLES, "uuid": "u"},
+        {"type": "audio", "audio": list(SAMPLES)},
+        {"type": "audio", "audio": (np.stack([SAMPLES, SAMPLES]), RATE)},
     ):
         found = model.render(text_part("a"), part, text_part("b"))
         assert (found.token_ids, found.sounds) == (expected.token_ids, expected.sounds)
@@ -171,7 +175,16 @@ def test_conversations(model: Model, tmp_path: Path):
         (noise(3.5), "sound 1: the audio is longer than the 3 s that the model takes at once"),
         ([SAMPLES, noise(0.01)], "sound 2: the audio is 10 ms long"),
         ([SAMPLES] * 9, "has 9 sounds, and audio.max_per_request allows 8; send fewer"),
-        ([SAMPLES] * 2, "1 times, but 2 sounds; the numbers must be equal; use a chat template"),
+        ([SAMPLES] * 2, "once, but 2 sounds; the numbers must be equal; write '<|AUDIO|>' in"),
+        (
+            np.zeros((16_000, 2), np.float32),
+            "multi_modal_data.audio has the shape [16000, 2] without a rate, which is 16000 sounds,"
+            " and audio.max_per_request allows 8; give (samples, rate) if the axes are",
+        ),
+        (np.zeros((9, 6400), np.float32), "shape [9, 6400] without a rate, which is 9 sounds"),
+        ([0.5, 10**400], "multi_modal_data.audio has a whole number that is out of range"),
+        ([0.5, 1e300] * 3200, "sound 1: the audio has samples that are no finite numbers"),
+        ([True, 0.5], "must be a path"),
     ],
 )
 def test_prompts_that_are_refused(model: Model, audio: Any, text: str):
@@ -190,9 +203,15 @@ def test_prompts_that_are_refused(model: Model, audio: Any, text: str):
         ({"type": "audio_url", "audio_url": "a.wav"}, "must begin with data:, https:// or http://"),
         ({"type": "audio_url", "audio_url": "https://a.test/x"}, "fetches no sounds (images.dom"),
         ({"type": "audio_url", "audio_url": "data:,x"}, "write data:audio/wav;base64,DATA"),
+        (
+            {"type": "audio", "audio": np.stack([SAMPLES, SAMPLES])},
+            "messages[0].content[0].audio has the shape [2, 6400] without a rate, and a part has "
+            "one sound; give (samples, rate), or one part for each sound",
+        ),
+        ({"type": "audio", "audio": [0, 10**400]}, "[0].audio has a whole number that is out of"),
         ({"type": "audio", "audio": 7}, "messages[0].content[0].audio must be a path"),
         ({"type": "audio", "audio": FILE, "detail": "low"}, "the key 'detail'"),
-        (text_part(SOUND), "1 times, but 0 sounds; the numbers must be equal; leave"),
+        (text_part(SOUND), "once, but 0 sounds; the numbers must be equal; leave"),
         ({"type": "sound", "sound": FILE}, "input_audio, audio_url, audio, got {"),
     ],
 )

@@ -147,10 +147,10 @@ def test_no_videos(model: Model):
         found = model.encode(prompt)
         assert (found.text, found.images) == ("ab", [])
     text = f"a{VIDEO}b{PLACEHOLDER}"
-    assert "1 times, but 0 videos" in refusal(
+    assert "once, but 0 videos" in refusal(
         model.encode, {"prompt": text, "multi_modal_data": {"image": PIL.Image.new("RGB", (8, 8))}}
     )
-    assert "0 times, but 1 videos" in refusal(
+    assert "0 times, but 1 video;" in refusal(
         model.encode, {"prompt": "ab", "multi_modal_data": {"video": FRAMES}}
     )
 
