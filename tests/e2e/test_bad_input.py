@@ -237,7 +237,13 @@ class TestMessages:
         error = refuse(server, CHAT, body, param="messages", code="unsupported_parameter")
         assert "text only" in error["message"]
 
-    @pytest.mark.parametrize("kind", ["input_audio", "video"])
+    def test_audio_for_a_model_without_an_encoder(self, server):
+        part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        error = refuse(server, CHAT, body, param="messages", code="unsupported_parameter")
+        assert "takes no sounds; send text only" in error["message"]
+
+    @pytest.mark.parametrize("kind", ["file", "video"])
     def test_an_unsupported_content_part(self, server, kind):
         part = {"type": kind, kind: {"url": "data:image/png;base64,"}}
         body = {"messages": [{"role": "user", "content": [part]}]}

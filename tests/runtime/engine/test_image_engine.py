@@ -110,8 +110,9 @@ WAYS = [
     "scheduler.max_num_batched_tokens=5 scheduler.max_num_seqs=3",
     "images.cache_tokens=20",
 ]
-# They start processes or compile for long, so the quick tests run one model with them.
-LONG_WAYS = ["graphs.form=model", "parallel.tensor=2", "parallel.pipeline=2"]
+# They start processes, so the quick tests run one model with them. The quick tests of sounds have
+# `graphs.form=model`, which compiles for long.
+LONG_WAYS = ["parallel.tensor=2", "parallel.pipeline=2"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,10 @@ LONG_WAYS = ["graphs.form=model", "parallel.tensor=2", "parallel.pipeline=2"]
         *((name, way) for name in ("llava", "qwen3-vl") for way in WAYS),
         *(("qwen3-vl", way) for way in LONG_WAYS),
         *(pytest.param("llava", way, marks=pytest.mark.slow) for way in LONG_WAYS),
+        *(
+            pytest.param(name, "graphs.form=model", marks=pytest.mark.slow)
+            for name in ("llava", "qwen3-vl")
+        ),
     ],
 )
 def test_every_way_to_run_gives_the_same_answers(name, way, tmp_path):
