@@ -204,5 +204,5 @@ def _check_count(
         f"{param}: the prompt has the {noun} placeholder {spec.placeholder!r} {times}, "
         f"but {kind.counted(num_media)}; the numbers must be equal; {remedy}",
         param=param,
-        code="invalid_audio" if kind is MediaKind.sound else f"invalid_{noun}",
+        code=kind.invalid_code,
     )

@@ -169,8 +169,7 @@ def prepare_media(
         try:
             medium = _prepared(source, model, limits, name, fetched, most)
         except InvalidRequestError as error:
-            noun = "audio" if kind is MediaKind.sound else kind.value
-            code = error.code or f"invalid_{noun}"
+            code = error.code or kind.invalid_code
             raise InvalidRequestError(str(error), param=param, code=code) from error
         num_tokens += sum(part.num_tokens for part in medium.parts)
         if num_tokens > model.media_cache_tokens:

@@ -14,6 +14,11 @@ class MediaKind(StrEnum):
     video = "video"
     sound = "sound"
 
+    @property
+    def invalid_code(self) -> str:
+        """The code of errors about its content. That of a sound is the one of all audio."""
+        return "invalid_audio" if self is MediaKind.sound else f"invalid_{self.value}"
+
     def counted(self, number: int) -> str:
         """Such as `1 sound` and `2 sounds`."""
         return f"{number} {self.value}{'' if number == 1 else 's'}"
