@@ -280,6 +280,8 @@ def main(arguments: list[str]) -> None:
                         path, dtype, windows, options.tokens, options.rounds, Path(folder)
                     )
                     results[f"{size}, {dtype}, {windows}"] = found
+                    if options.json is not None:  # a run that is ended early keeps what it has
+                        write_json({"conditions": conditions, "results": results}, options.json)
                     seconds = found["seconds"]
                     times = [
                         f"{statistics.median(seconds[case]):.2f}" if case in seconds else "-"
@@ -293,8 +295,6 @@ def main(arguments: list[str]) -> None:
     console = Console(width=110, highlight=False)
     console.print(json.dumps(conditions, indent=1), markup=False)
     console.print(table)
-    if options.json is not None:
-        write_json({"conditions": conditions, "results": results}, options.json)
 
 
 if __name__ == "__main__":
