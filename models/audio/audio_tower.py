@@ -12,7 +12,7 @@ from ostinato.models.audio.sound_spec import FRAMES_OF_STATE
 from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm
-from ostinato.models.vision.tower_layers import (
+from ostinato.models.media.tower_layers import (
     TowerBlock,
     TowerLinear,
     run_block,

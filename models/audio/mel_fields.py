@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ostinato.models.audio.mel_spec import MelSpec
 from ostinato.models.audio.sound_spec import FRAMES_OF_STATE
-from ostinato.models.vision.processor_fields import ProcessorFields, read_processor_fields
+from ostinato.models.media.processor_fields import ProcessorFields, read_processor_fields
 
 __all__ = ("read_mel_spec",)
 

@@ -16,7 +16,7 @@ import msgspec
 from ostinato.models.audio.mel_fields import read_mel_spec
 from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.config.audio_config import SoundConfig
-from ostinato.models.vision.processor_fields import (
+from ostinato.models.media.processor_fields import (
     ProcessorFields,
     read_id,
     read_object,

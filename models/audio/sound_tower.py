@@ -15,7 +15,7 @@ from ostinato.models.audio.audio_tower import AudioTower
 from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING
 from ostinato.models.config.audio_config import SoundConfig
 from ostinato.models.layers.linear_layers import BuildOptions
-from ostinato.models.vision.tower_layers import TowerLinear, tower_options, units
+from ostinato.models.media.tower_layers import TowerLinear, tower_options, units
 from ostinato.ops.activation import activate
 
 __all__ = ("SoundTower",)

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm
-from ostinato.models.vision.image_spec import ImageSpec
-from ostinato.models.vision.patch_grid import split_patches
-from ostinato.models.vision.tower_layers import (
-    PatchEmbedding,
+from ostinato.models.media.tower_layers import (
     TowerBlock,
     TowerLinear,
     run_block,
     tower_options,
     units,
 )
+from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.models.vision.patch_grid import split_patches
+from ostinato.models.vision.patch_layers import PatchEmbedding
 from ostinato.models.vision.vision_tower import VisionTower
 from ostinato.ops.activation import activate
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
-from ostinato.models.vision.processor_fields import (
+from ostinato.models.media.processor_fields import (
     ProcessorFields,
     read_areas,
     read_colours,
@@ -23,6 +22,7 @@ from ostinato.models.vision.processor_fields import (
     read_resample,
     text_of_id,
 )
+from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.models.vision.video_fields import read_video_spec
 
 __all__ = ("read_image_spec",)

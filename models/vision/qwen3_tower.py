@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.media.tower_layers import tower_options, units
 from ostinato.models.vision.patch_grid import interpolation_taps
+from ostinato.models.vision.patch_layers import Merger
 from ostinato.models.vision.qwen_tower import QwenTower
-from ostinato.models.vision.tower_layers import Merger, tower_options, units
 
 __all__ = ("Qwen3Tower",)
 

@@ -9,6 +9,13 @@ from torch import Tensor, nn
 
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.media.tower_layers import (
+    TowerBlock,
+    run_block,
+    run_windows,
+    tower_options,
+    units,
+)
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import (
     Windows,
@@ -17,15 +24,7 @@ from ostinato.models.vision.patch_grid import (
     split_patches,
     windows_of,
 )
-from ostinato.models.vision.tower_layers import (
-    Merger,
-    PatchEmbedding,
-    TowerBlock,
-    run_block,
-    run_windows,
-    tower_options,
-    units,
-)
+from ostinato.models.vision.patch_layers import Merger, PatchEmbedding
 from ostinato.models.vision.vision_tower import VisionTower
 
 __all__ = ("QwenTower",)

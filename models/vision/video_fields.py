@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.models.vision.image_spec import ImageSpec
-from ostinato.models.vision.processor_fields import (
+from ostinato.models.media.processor_fields import (
     ProcessorFields,
     read_areas,
     read_colours,
@@ -22,6 +21,7 @@ from ostinato.models.vision.processor_fields import (
     read_resample,
     text_of_id,
 )
+from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import FRAMES_OF_PAIR, VideoSpec
 
 __all__ = ("read_video_spec",)

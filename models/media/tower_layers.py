@@ -14,18 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
 from ostinato.models.sharding import WHOLE
-from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.weight_methods.weight_method import MatrixRole
 from ostinato.ops.activation import activate
 from ostinato.ops.rope import rotate_heads
 
 __all__ = (
-    "Merger",
-    "PatchEmbedding",
     "Rows",
     "TowerBlock",
     "TowerLinear",
@@ -85,44 +81,6 @@ class TowerLinear(Linear):
 class _TowerMergedLinear(MergedLinear):
     role = MatrixRole.vision
     takes_adapters = False
-
-
-class PatchEmbedding(TowerLinear):
-    """Colours of patches to hidden states. A checkpoint stores the matrix as a convolution.
-
-    Args:
-        config: the tower's hyperparameters.
-        options: dtype and device.
-        bias: whether there is a bias.
-    """
-
-    def __init__(self, config: VisionConfig, options: BuildOptions, *, bias: bool) -> None:
-        size = 3 * config.num_frames * config.patch_size**2
-        super().__init__(size, config.hidden_size, options, bias=bias)
-        self.num_frames = config.num_frames
-        # Only the towers of Qwen have a dimension of frames, also if there is one frame.
-        is_flat = config.kind in (TowerKind.clip, TowerKind.siglip)
-        frames = () if is_flat else (config.num_frames,)
-        self.kernel = (3, *frames, config.patch_size, config.patch_size)
-
-    def embed(self, patches: Tensor, spec: ImageSpec) -> Tensor:
-        """Scale the colours of patches and embed them.
-
-        Args:
-            patches: [T, 3 * F * patch_size ** 2] uint8, as `split_patches` gives them. F is 1, or
-                the frames of a patch. A still image has F = 1, and stands for all frames.
-            spec: how colours are scaled.
-
-        Returns:
-            [T, hidden_size].
-        """
-        device = patches.device
-        mean, std = (torch.tensor(each, device=device)[:, None] for each in (spec.mean, spec.std))
-        colours = patches.view(len(patches), 3, -1).float()
-        scaled = ((colours * spec.rescale - mean) / std).to(self.spec.dtype)
-        if patches.shape[1] < self.spec.in_features:
-            scaled = scaled.unsqueeze(2).expand(-1, -1, self.num_frames, -1)
-        return self(scaled.reshape(len(patches), -1))
 
 
 class _Attention(nn.Module):
@@ -252,43 +210,3 @@ def run_windows(
             hidden[rows] = block.finish(block.attend(q, k, v), own)
             yield
         first += count * size
-
-
-class Merger(nn.Module):
-    """Merges the patches of each square into an embedding, with a norm and an MLP.
-
-    Args:
-        config: the tower's hyperparameters.
-        options: dtype and device.
-        norm_of_square: whether the norm is that of a whole square, not of each patch.
-    """
-
-    def __init__(
-        self, config: VisionConfig, options: BuildOptions, *, norm_of_square: bool = False
-    ) -> None:
-        super().__init__()
-        self.num_merged = config.merge_size**2
-        size = config.hidden_size * self.num_merged
-        self.norm_of_square = norm_of_square
-        norm = RMSNorm if config.is_gated else LayerNorm
-        self.norm = norm(size if norm_of_square else config.hidden_size, config.norm_eps, options)
-        self.fc1 = TowerLinear(size, size, options, bias=True)
-        self.fc2 = TowerLinear(size, config.output_size, options, bias=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[squares * num_merged, D] -> [squares, output_size]."""
-        shape = (len(hidden) // self.num_merged, -1)
-        if self.norm_of_square:
-            normal = self.norm(hidden.view(shape))
-        else:
-            normal = self.norm(hidden).view(shape)
-        return self.fc2(activate(self.fc1(normal), "gelu"))
-
-    def run(self, hidden: Tensor, rows_per_unit: int) -> Generator[None, None, Tensor]:
-        """All hidden states [T, D] -> [T / num_merged, output_size], in units."""
-        parts: list[Tensor] = []
-        step = max(1, rows_per_unit // self.num_merged) * self.num_merged
-        for rows in units(len(hidden), step):
-            parts.append(self(hidden[rows]))
-            yield
-        return torch.cat(parts)
