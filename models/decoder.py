@@ -45,7 +45,7 @@ from ostinato.models.step_tensors import (
     MediaTensors,
     StepInputs,
 )
-from ostinato.models.vision.build_tower import build_tower
+from ostinato.models.vision.towers.build_tower import build_tower
 from ostinato.models.vision.video_spec import EXTRA_POSITIONS
 from ostinato.ops.add_rows import add_table_rows
 from ostinato.ops.parallel.handoff import HiddenSink, HiddenSource

@@ -1,6 +1,6 @@
 """The hyperparameters of a vision tower, under one set of names for all families.
 
-models/config_json/vision_fields.py reads them from a config.json.
+The readers in models/config_json/towers take them from a config.json.
 """
 
 from __future__ import annotations

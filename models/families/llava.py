@@ -8,7 +8,7 @@ from dataclasses import replace
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.text_defaults import LLAVA_TEXTS
-from ostinato.models.config_json.vision_fields import read_llava_vision
+from ostinato.models.config_json.towers.llava_tower_fields import read_llava_vision
 from ostinato.models.decoder import Decoder
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.families.mistral import MistralForCausalLM

@@ -8,8 +8,11 @@ from dataclasses import replace
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import architecture_of
 from ostinato.models.config_json.nested_fields import read_text_config
-from ostinato.models.config_json.sound_encoder_fields import read_flamingo_sound, read_qwen2_sound
 from ostinato.models.config_json.text_defaults import QWEN2_TEXT
+from ostinato.models.config_json.towers.sound_encoder_fields import (
+    read_flamingo_sound,
+    read_qwen2_sound,
+)
 from ostinato.models.families.qwen2 import Qwen2ForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.step_tensors import MediaTensors

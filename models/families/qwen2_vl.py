@@ -13,7 +13,10 @@ from ostinato.models.config_json.nested_fields import (
     with_theta,
 )
 from ostinato.models.config_json.text_defaults import QWEN2_VL_TEXT
-from ostinato.models.config_json.vision_fields import read_qwen2_5_vision, read_qwen2_vision
+from ostinato.models.config_json.towers.qwen_tower_fields import (
+    read_qwen2_5_vision,
+    read_qwen2_vision,
+)
 from ostinato.models.families.qwen2 import Qwen2ForCausalLM
 from ostinato.models.step_tensors import GridTensors
 

@@ -13,7 +13,7 @@ from ostinato.models.config_json.nested_fields import (
     with_theta,
 )
 from ostinato.models.config_json.text_defaults import QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
-from ostinato.models.config_json.vision_fields import read_qwen3_vision
+from ostinato.models.config_json.towers.qwen_tower_fields import read_qwen3_vision
 from ostinato.models.families.qwen3 import Qwen3ForCausalLM
 from ostinato.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from ostinato.models.step_tensors import GridTensors

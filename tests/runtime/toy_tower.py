@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
-from ostinato.models.vision.vision_tower import VisionTower
+from ostinato.models.vision.towers.vision_tower import VisionTower
 from ostinato.runtime.types.images import PromptImage, image_digest
 
 WIDTH = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
-from ostinato.models.vision.vision_tower import VisionTower
+from ostinato.models.vision.towers.vision_tower import VisionTower
 from ostinato.runtime.execution.executor import BeginEncoding
 
 __all__ = ("ImageEncoder",)

@@ -19,8 +19,8 @@ from ostinato.models.media.tower_layers import (
 )
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import split_patches
-from ostinato.models.vision.patch_layers import PatchEmbedding
-from ostinato.models.vision.vision_tower import VisionTower
+from ostinato.models.vision.towers.patch_layers import PatchEmbedding
+from ostinato.models.vision.towers.vision_tower import VisionTower
 from ostinato.ops.activation import activate
 
 __all__ = ("ClipTower",)

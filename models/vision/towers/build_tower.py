@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
-from ostinato.models.vision.clip_tower import ClipTower
-from ostinato.models.vision.qwen3_tower import Qwen3Tower
-from ostinato.models.vision.qwen_tower import QwenTower
-from ostinato.models.vision.vision_tower import VisionTower
+from ostinato.models.vision.towers.clip_tower import ClipTower
+from ostinato.models.vision.towers.qwen3_tower import Qwen3Tower
+from ostinato.models.vision.towers.qwen_tower import QwenTower
+from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("build_tower",)
 

@@ -11,8 +11,8 @@ from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.media.tower_layers import tower_options, units
 from ostinato.models.vision.patch_grid import interpolation_taps
-from ostinato.models.vision.patch_layers import Merger
-from ostinato.models.vision.qwen_tower import QwenTower
+from ostinato.models.vision.towers.patch_layers import Merger
+from ostinato.models.vision.towers.qwen_tower import QwenTower
 
 __all__ = ("Qwen3Tower",)
 

@@ -24,8 +24,8 @@ from ostinato.models.vision.patch_grid import (
     split_patches,
     windows_of,
 )
-from ostinato.models.vision.patch_layers import Merger, PatchEmbedding
-from ostinato.models.vision.vision_tower import VisionTower
+from ostinato.models.vision.towers.patch_layers import Merger, PatchEmbedding
+from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("QwenTower",)
 

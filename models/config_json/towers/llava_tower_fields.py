@@ -1,0 +1,97 @@
+"""Reads the vision tower of LLaVA from a config.json; every error names the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.config_json.hf_fields import read_activation, read_first, refuse_other_values
+from ostinato.models.config_json.towers.tower_fields import (
+    PLACE,
+    checked_tower,
+    tower_fields,
+    tower_integer,
+)
+
+__all__ = ("read_llava_vision",)
+
+# The tower of a LLaVA config without `vision_config`.
+_LLAVA_TOWER = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+_LLAVA_KINDS = {"clip_vision_model": TowerKind.clip, "siglip_vision_model": TowerKind.siglip}
+
+
+def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
+    """The tower and the projector of LLaVA 1.5 (arXiv:2310.03744).
+
+    Args:
+        hf_config: the parsed config.json.
+        output_size: the hidden size of the decoder.
+
+    Raises:
+        ValueError: a key is missing, or has a value that is not supported.
+    """
+    fields = tower_fields(hf_config, _LLAVA_TOWER)
+    name = fields.get(PLACE + "model_type", "clip_vision_model")
+    if name not in _LLAVA_KINDS:
+        raise ValueError(
+            f"config.json: vision_config.model_type={name} is not supported; supported: "
+            f"{', '.join(_LLAVA_KINDS)}"
+        )
+    kind = _LLAVA_KINDS[name]
+    refuse_other_values(fields, {PLACE + "num_channels": 3})
+    is_clip = kind is TowerKind.clip
+    num_layers = tower_integer(fields, "num_hidden_layers", 12)
+    strategy = hf_config.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ValueError(
+            f"config.json: vision_feature_select_strategy={strategy!r} is not supported; "
+            "supported: default, full"
+        )
+    image_size, patch_size = (
+        tower_integer(fields, "image_size", 224),
+        tower_integer(fields, "patch_size", 32 if is_clip else 16),
+    )
+    config = VisionConfig(
+        kind=kind,
+        output_size=output_size,
+        hidden_size=tower_integer(fields, "hidden_size", 768),
+        intermediate_size=tower_integer(fields, "intermediate_size", 3072),
+        num_layers=num_layers,
+        num_heads=tower_integer(fields, "num_attention_heads", 12),
+        activation=read_activation(
+            fields, PLACE + "hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh"
+        ),
+        norm_eps=float(
+            read_first(fields, PLACE + "layer_norm_eps", default=1e-5 if is_clip else 1e-6)
+        ),
+        patch_size=patch_size,
+        image_size=image_size,
+        feature_layers=_feature_layers(hf_config.get("vision_feature_layer", -2), num_layers),
+        drops_first=strategy == "default",
+        projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
+        projector_bias=bool(hf_config.get("multimodal_projector_bias", True)),
+    )
+    return checked_tower(config, "num_attention_heads")
+
+
+def _feature_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
+    """`vision_feature_layer`, counted from the first state."""
+    listed = [stated] if type(stated) is int else stated
+    is_list = isinstance(listed, list | tuple) and bool(listed)
+    if not is_list or any(
+        type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in listed
+    ):
+        raise ValueError(
+            f"config.json: vision_feature_layer={stated!r} must be one or several of "
+            f"{-num_layers - 1} to {num_layers}, the states of a tower of {num_layers} layers"
+        )
+    return tuple(each if each >= 0 else num_layers + 1 + each for each in listed)
