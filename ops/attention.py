@@ -53,6 +53,9 @@ class AttentionMetadata(NamedTuple):
     block_table: Tensor  # [S, B] int32, block ids by position // block_size
     slot_mapping: Tensor  # [T] int64, block_id * block_size + offset where each token's K and V go
     plan: Tensor  # [1] int64 on the CPU: handle of a planned kernel's host state, 0 = none
+    # [T] int32; each row sees the keys before this index too, besides those up to its own. They are
+    # keys of its own sequence. 0 = no more keys. None = no row sees more.
+    visible_ends: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class AttentionSpec:
     has_alibi: bool = False  # heads have slopes (ALiBi)
     has_sinks: bool = False  # each head has an attention sink: one more logit, without a key
     has_cross: bool = False  # layers also attend to an encoder (ops/cross_attention.py)
+    sees_ahead: bool = False  # rows can see later tokens: `AttentionMetadata.visible_ends`
 
     @property
     def has_two_head_sizes(self) -> bool:
@@ -284,6 +288,7 @@ def _kernel(
     block_table: Tensor,
     slot_mapping: Tensor,
     plan: Tensor,
+    visible_ends: Tensor | None,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -291,7 +296,9 @@ def _kernel(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    metadata = AttentionMetadata(query_start_loc, seq_lens, block_table, slot_mapping, plan)
+    metadata = AttentionMetadata(
+        query_start_loc, seq_lens, block_table, slot_mapping, plan, visible_ends
+    )
     return load_backend(backend).run(
         q, k, v, k_cache, v_cache, metadata, scale, sliding_window, soft_cap, alibi_slopes, sinks
     )
@@ -308,6 +315,7 @@ def _fake(
     block_table: Tensor,
     slot_mapping: Tensor,
     plan: Tensor,
+    visible_ends: Tensor | None,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -359,7 +367,9 @@ def paged_attention(
             within a block, so a cache belongs to one backend. It is a base tensor, because a view
             made inside a compiled region loses its offset (see docs/attention.md).
         v_cache: like `k_cache`, of Dv elements.
-        metadata: where each row of the step belongs.
+        metadata: where each row of the step belongs. `visible_ends` lets tokens of an image see
+            each other (Gemma 3, arXiv:2503.19786). A row then sees all keys from the first one that
+            it sees without it up to the given end.
         scale: factor on the logits, usually D ** -0.5.
         sliding_window: tokens that a row sees, itself included; 0 = all; -C = tokens of its own
             chunk. The context is then cut into chunks of C tokens, and the row at position p sees

@@ -108,6 +108,8 @@ class FlashInferBackend:
             return "needs compute capability 8.0 or newer, but the device has {}.{}".format(
                 *capability
             )
+        if spec.sees_ahead:
+            return "tokens of this model's images see later tokens, which its kernels do not do"
         return why_shape_unsupported(spec)
 
     def workspace_bytes(

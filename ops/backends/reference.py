@@ -96,7 +96,10 @@ class ReferenceBackend:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             position = torch.arange(length - (end - begin), length, device=q.device)[:, None]
             context = torch.arange(length, device=q.device)[None, :]
-            hidden = context > position
+            last = position
+            if metadata.visible_ends is not None:
+                last = last.maximum(metadata.visible_ends[begin:end, None].long() - 1)
+            hidden = context > last
             if sliding_window > 0:
                 hidden |= context <= position - sliding_window
             elif sliding_window < 0:

@@ -432,6 +432,7 @@ class _Launch:
             metadata.block_table,
             self.alibi_slopes,
             self.sinks,
+            metadata.visible_ends,
             self.num_seqs,
             metadata.block_table.stride(0),
             *_strides(self.q),

@@ -85,6 +85,7 @@ def _attend(
     state,
     queries,  # [M, D]
     position,  # [M] position of each row in its sequence
+    last_seen,  # [M] the last key that each row sees
     k_head,  # the cache, advanced to this KV head
     v_head,
     table,  # the sequence's row of the block table
@@ -125,7 +126,7 @@ def _attend(
         if slopes is not None:
             logits += slopes[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if CAUSAL:
-            logits = tl.where(key[None, :] <= position[:, None], logits, _MASKED)
+            logits = tl.where(key[None, :] <= last_seen[:, None], logits, _MASKED)
         if WINDOW > 0:  # `first_seen` would take registers that some tiles do not have
             logits = tl.where(key[None, :] > position[:, None] - WINDOW, logits, _MASKED)
         if WINDOW < 0:
@@ -198,6 +199,7 @@ def _attend_item(
     scale,
     alibi_slopes,  # [H] float32 or None
     sinks,  # [H] float32 or None
+    visible_ends,  # [T] int32 or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -240,6 +242,11 @@ def _attend_item(
     first = first_tile(context, WINDOW, BLOCK_N)
     lowest = first_seen(context, WINDOW)
     last = tl.minimum(context + BLOCK_Q, seq_len)
+    last_seen = context + member
+    if visible_ends is not None:
+        ends = tl.load(visible_ends + first_row + member, mask=row_ok, other=0)
+        last_seen = tl.maximum(last_seen, ends - 1)
+        last = tl.minimum(tl.maximum(last, tl.max(ends)), seq_len)
     num_parts = 1
     if MAX_PARTS > 1:
         part_size = partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
@@ -260,14 +267,14 @@ def _attend_item(
     if MAX_PARTS == 1 and WINDOW == 0:  # long queries: most keys lie below the diagonal
         diagonal = (context + 1) // BLOCK_N * BLOCK_N
         state = _attend(
-            state, queries, context + member, k_head, v_head, table, first, diagonal, lowest, scale,
-            slopes, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+            state, queries, context + member, last_seen, k_head, v_head, table, first, diagonal,
+            lowest, scale, slopes, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
             BLOCK_N, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
         first = diagonal
     acc, peak, total = _attend(
-        state, queries, context + member, k_head, v_head, table, first, last, lowest, scale,
-        slopes, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        state, queries, context + member, last_seen, k_head, v_head, table, first, last,
+        lowest, scale, slopes, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
         BLOCK_N, BLOCK_D, BLOCK_V, True,
     )  # fmt: skip
 
@@ -316,6 +323,7 @@ def attention_kernel(
     block_table,  # [S, B] int32
     alibi_slopes,  # [H] float32 or None
     sinks,  # [H] float32 or None
+    visible_ends,  # [T] int32 or None
     num_seqs,
     table_stride,
     q_stride_token,
@@ -379,6 +387,7 @@ def attention_kernel(
                 scale,
                 alibi_slopes,
                 sinks,
+                visible_ends,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, MAX_PARTS, MIN_PART_TILES,
                 BLOCK_C, JOINED,

@@ -121,6 +121,7 @@ def _kernel(
     block_table: Tensor,
     slot_mapping: Tensor,
     plan: Tensor,
+    visible_ends: Tensor | None,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -128,7 +129,9 @@ def _kernel(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    metadata = AttentionMetadata(query_start_loc, seq_lens, block_table, slot_mapping, plan)
+    metadata = AttentionMetadata(
+        query_start_loc, seq_lens, block_table, slot_mapping, plan, visible_ends
+    )
     return cast(ProjectedBackend, load_backend(backend)).run_projected(
         qkv,
         cos,
@@ -163,6 +166,7 @@ def _fake(
     block_table: Tensor,
     slot_mapping: Tensor,
     plan: Tensor,
+    visible_ends: Tensor | None,
     scale: float,
     sliding_window: int,
     soft_cap: float,

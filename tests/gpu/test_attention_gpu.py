@@ -63,6 +63,7 @@ def make_spec(shape: Shape) -> AttentionSpec:
         soft_cap=shape.soft_cap,
         has_alibi=shape.has_alibi,
         has_sinks=shape.has_sinks,
+        sees_ahead=bool(shape.run_tokens),
     )
 
 
@@ -116,6 +117,8 @@ GRID = [
     replace(BASE, has_alibi=True),
     replace(BASE, has_sinks=True, sliding_window=128),
     replace(BASE, has_alibi=True, has_sinks=True, cache_dtype=FP8),
+    replace(BASE, run_tokens=100),
+    replace(BASE, run_tokens=70, sliding_window=128, num_heads=16, head_dim=256),
     *(
         replace(BASE, cache_dtype=FP8, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
         for heads, kv_heads, dim in ((32, 8, 128), (12, 12, 64), (16, 8, 256))
@@ -131,6 +134,7 @@ def label(shape: Shape) -> str:
         + "-fp8" * (shape.cache_dtype is not None)
         + "-alibi" * shape.has_alibi
         + "-sinks" * shape.has_sinks
+        + f"-run{shape.run_tokens}" * bool(shape.run_tokens)
     )
 
 

@@ -37,6 +37,9 @@ class Shape:
     soft_cap: float = 0.0
     has_alibi: bool = False
     has_sinks: bool = False
+    # Positions are cut into runs of this many. The tokens of every second run see each other, as far
+    # as they are in the step. 0 = no token sees a later one.
+    run_tokens: int = 0
     max_blocks: int = 0  # B; 0 = the number that the longest context needs
     num_rows: int = 0  # S; 0 = the number of sequences
     num_padding: int = 0  # tokens past the last sequence's
@@ -47,6 +50,11 @@ class Shape:
         slopes = 0.3 * 0.8**heads if self.has_alibi else None
         sinks = 3.0 * torch.cos(heads) if self.has_sinks else None
         return slopes, sinks
+
+    def visible_ends(self, positions: range, context: int) -> list[int]:
+        """The `AttentionMetadata.visible_ends` of the tokens at these positions."""
+        runs = [position // self.run_tokens for position in positions]
+        return [min((one + 1) * self.run_tokens, context) if one % 2 else 0 for one in runs]
 
 
 class Step(NamedTuple):
@@ -87,11 +95,13 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
         torch.randn(num_blocks, shape.num_kv_heads, size, head_size, generator=generator)
         for head_size in (shape.head_dim, value_dim)
     )
-    starts, slots = [0], []
+    starts, slots, ends = [0], [], []
     for row, (query_len, context) in enumerate(lengths):
         blocks = [free.pop() for _ in range(counts[row])]
         block_table[row, : len(blocks)] = torch.tensor(blocks)
         slots += [blocks[p // size] * size + p % size for p in range(context - query_len, context)]
+        if shape.run_tokens:
+            ends += shape.visible_ends(range(context - query_len, context), context)
         starts.append(starts[-1] + query_len)
         for cache in (k_cache, v_cache):
             cache[blocks[-1:], :, (context - 1) % size + 1 :] = float("nan")
@@ -100,6 +110,7 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
     num_tokens = starts[-1]
     starts += [num_tokens] * (num_rows - len(lengths))
     slots += [0] * shape.num_padding
+    ends += [0] * shape.num_padding
     seq_lens = [context for _, context in lengths] + [0] * (num_rows - len(lengths))
     rows = num_tokens + shape.num_padding
     q, k, v = (
@@ -121,6 +132,7 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
         block_table.to(shape.device, torch.int32),
         torch.tensor(slots, dtype=torch.int64, device=shape.device),
         torch.zeros(1, dtype=torch.int64),
+        torch.tensor(ends, dtype=torch.int32, device=shape.device) if shape.run_tokens else None,
     )
     return Step(q, k, v, k_cache, v_cache, metadata, num_tokens)
 
@@ -240,7 +252,9 @@ def check(backend: AttentionBackend, lengths: list[tuple[int, int]], shape: Shap
     caches = step.k_cache.cpu(), step.v_cache.cpu()
     if shape.cache_dtype is None:
         caches = caches[0].float(), caches[1].float()
-    metadata = AttentionMetadata(*(tensor.cpu() for tensor in step.metadata))
+    metadata = AttentionMetadata(
+        *(None if tensor is None else tensor.cpu() for tensor in step.metadata)
+    )
     widened = Step(q, k, v, *caches, metadata, step.num_tokens)
     expected, _, _ = run(REFERENCE, widened, wide)
     _, k_expected, v_expected = run(REFERENCE, step, shape)

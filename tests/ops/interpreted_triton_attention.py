@@ -46,6 +46,7 @@ def shape(
         soft_cap=more.get("cap", 0.0),
         has_alibi=bool(more.get("alibi", False)),
         has_sinks=bool(more.get("sinks", False)),
+        run_tokens=int(more.get("run", 0)),
         num_rows=9,
         num_padding=3,
     )
@@ -78,6 +79,8 @@ GRID = [
     (MIXED, shape(3, 1, 32, 16, FLOAT32, alibi=True)),
     (MIXED, shape(3, 1, 64, 16, FLOAT16, sinks=True, window=100)),
     (SHORT, shape(4, 2, 32, 16, FLOAT32, sinks=True, alibi=True, cap=5.0)),
+    (MIXED, shape(2, 1, 32, 16, FLOAT32, run=11)),
+    (MIXED, shape(2, 1, 32, 16, FLOAT16, run=30, window=40)),
 ]
 
 
@@ -88,6 +91,7 @@ def label(value: object) -> str | None:
             f"-v{value.value_dim}-b{value.block_size}-w{value.sliding_window}-c{value.soft_cap}"
             + "-alibi" * value.has_alibi
             + "-sinks" * value.has_sinks
+            + f"-run{value.run_tokens}" * bool(value.run_tokens)
         )
     return "split" if value is MIXED else "whole"
 

@@ -66,11 +66,14 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     values[length - num_queries :] = step.v[starts[row] : starts[row + 1]]
     key = torch.arange(length)
     query = torch.arange(length - num_queries, length)[:, None]
-    seen = key <= query
+    last = query
+    if step.metadata.visible_ends is not None:
+        last = last.maximum(step.metadata.visible_ends[starts[row] : starts[row + 1], None] - 1)
+    seen = key <= last
     if shape.sliding_window > 0:
         seen &= key > query - shape.sliding_window
     elif shape.sliding_window < 0:
-        seen &= key // -shape.sliding_window == query // -shape.sliding_window
+        seen &= key >= query - query % -shape.sliding_window
     slopes, sinks = shape.per_head()
     added = torch.zeros(shape.num_heads, 1, length)
     if slopes is not None:
@@ -95,7 +98,9 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "extras", [{}, {"has_alibi": True}, {"has_sinks": True}, {"value_dim": 24}], ids=str
+    "extras",
+    [{}, {"has_alibi": True}, {"has_sinks": True}, {"value_dim": 24}, {"run_tokens": 6}],
+    ids=str,
 )
 @pytest.mark.parametrize("window", [0, 1, 19, -19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
@@ -150,8 +155,12 @@ def test_window_and_soft_cap(dtype: torch.dtype, window: int, soft_cap: float) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("extras", [{"has_alibi": True}, {"has_sinks": True}], ids=str)
-def test_alibi_and_sinks(level: LevelBackend, dtype: torch.dtype, extras: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "extras", [{"has_alibi": True}, {"has_sinks": True}, {"run_tokens": 23}], ids=str
+)
+def test_per_head_options_and_rows_that_see_later_tokens(
+    level: LevelBackend, dtype: torch.dtype, extras: dict[str, Any]
+) -> None:
     check(level, MIXED, Shape(dtype=dtype, **extras))
     check(
         level, MIXED, Shape(dtype=dtype, num_heads=7, num_kv_heads=1, sliding_window=90, **extras)
@@ -216,7 +225,7 @@ def test_every_instruction_set_level(
         {"head_dim": 32, "num_heads": 6},
         {"head_dim": 72, "block_size": 8, "sliding_window": 45},
         {"head_dim": 128, "block_size": 64, "has_alibi": True, "has_sinks": True},
-        {"head_dim": 64, "soft_cap": 5.0, "num_heads": 7, "num_kv_heads": 1},
+        {"head_dim": 64, "soft_cap": 5.0, "num_heads": 7, "num_kv_heads": 1, "run_tokens": 70},
     ],
     ids=str,
 )
@@ -319,6 +328,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Shape]:
         soft_cap=draw(st.sampled_from((0.0, 0.0, 2.5))),
         has_alibi=draw(st.booleans()),
         has_sinks=draw(st.booleans()),
+        run_tokens=draw(st.sampled_from((0, 1, 7, 30, 90))),
         num_padding=draw(st.integers(0, 3)),
     )
     lengths = []

@@ -38,6 +38,7 @@ def part_of(step: Step, row: int) -> Step:
         step.metadata.block_table[row : row + 1],
         step.metadata.slot_mapping[begin:end],
         step.metadata.plan,
+        None if step.metadata.visible_ends is None else step.metadata.visible_ends[begin:end],
     )
     q, k, v = (x[begin:end] for x in (step.q, step.k, step.v))
     return Step(q, k, v, step.k_cache, step.v_cache, metadata, end - begin)
@@ -48,7 +49,13 @@ def part_of(step: Step, row: int) -> Step:
     all_combinations(
         LEVELS,
         DTYPES,
-        ({}, {"sliding_window": 90}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}),
+        (
+            {},
+            {"sliding_window": 90},
+            {"soft_cap": 4.0},
+            {"has_alibi": True, "has_sinks": True},
+            {"run_tokens": 17},
+        ),
         rare=SLOW_LEVELS,
     ),
     indirect=["level"],
@@ -138,6 +145,17 @@ def test_whole_prefill_and_chunks_of_it(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+def test_chunks_that_end_between_runs_of_tokens_that_see_each_other(
+    level: LevelBackend, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    shape = Shape(
+        dtype=dtype, cache_dtype=cache_dtype, head_dim=64, sliding_window=90, run_tokens=25
+    )
+    check_chunks(level, make_step([(500, 500)], shape), [75, 25, 150, 250], shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks_and_batches_over_a_cache_of_eight_bits(
     level: LevelBackend, dtype: torch.dtype
 ) -> None:
@@ -182,6 +200,7 @@ def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shap
     """Checks that a prompt of one sequence has the same bits in one step and in chunks."""
     whole, k_whole, v_whole = run(level, step, shape)
     k_cache, v_cache = step.k_cache, step.v_cache
+    ends = step.metadata.visible_ends
     done = 0
     for size in chunks:
         span = slice(done, done + size)
@@ -190,6 +209,7 @@ def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shap
             query_start_loc=torch.tensor([0, size], dtype=torch.int32),
             seq_lens=torch.tensor([done], dtype=torch.int32),
             slot_mapping=step.metadata.slot_mapping[span],
+            visible_ends=None if ends is None else ends[span],
         )
         part = Step(step.q[span], step.k[span], step.v[span], k_cache, v_cache, metadata, size)
         out, k_cache, v_cache = run(level, part, shape)

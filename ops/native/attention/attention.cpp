@@ -34,6 +34,12 @@ void check_metadata(const Problem& p, int64_t table_width) {
     OSTINATO_CHECK(queries <= length && length <= table_width * p.block_size,
                    "paged_attention: seq_lens[", seq, "] = ", length, " must be in [", queries, ", ",
                    table_width * p.block_size, "]");
+    if (p.visible_ends != nullptr) {
+      for (int64_t row = p.query_start_loc[seq]; row < p.query_start_loc[seq + 1]; ++row) {
+        OSTINATO_CHECK(p.visible_ends[row] <= length, "paged_attention: visible_ends[", row, "] = ",
+                       p.visible_ends[row], " is beyond the ", length, " keys of its sequence");
+      }
+    }
     for (int64_t i = 0; i * p.block_size < length; ++i) {
       const int64_t block = p.block_table[seq * p.block_table_stride + i];
       OSTINATO_CHECK(block >= 0 && block < p.num_blocks,
@@ -126,7 +132,7 @@ LogitScaling scaling_of(double scale, double soft_cap) {
 }
 
 // The schema's last argument is `str backend`. A call for a backend other than "cpu" goes to the Python kernel.
-constexpr int kBackendArgument = 15;
+constexpr int kBackendArgument = 16;
 
 bool is_for_this_backend(StableIValue argument) {
   const char* name;
@@ -140,6 +146,7 @@ void paged_attention(Call& call) {
   const Tensor query_start_loc = call.tensor(), seq_lens = call.tensor(), block_table = call.tensor();
   const Tensor slot_mapping = call.tensor();
   call.tensor();  // plan: this kernel has none
+  const Tensor visible_ends = call.optional_tensor();
   const double scale = call.number();
   const int64_t window = call.integer();
   const double soft_cap = call.number();
@@ -165,6 +172,11 @@ void paged_attention(Call& call) {
   p.block_table = block_table.as<int32_t>();
   p.block_table_stride = block_table.strides[0];
   p.slot_mapping = slot_mapping.as<int64_t>();
+  OSTINATO_CHECK(!visible_ends.exists() ||
+                     (visible_ends.dtype == DType::int32 && visible_ends.dim == 1 && visible_ends.strides[0] == 1 &&
+                      visible_ends.sizes[0] == q.sizes[0]),
+                 "paged_attention: visible_ends must be int32 [T], contiguous");
+  p.visible_ends = !visible_ends.exists() ? nullptr : visible_ends.as<int32_t>();
   p.scaling = scaling_of(scale, soft_cap);
   p.alibi_slopes = !alibi_slopes.exists() ? nullptr : alibi_slopes.as<float>();
   p.sinks = !sinks.exists() ? nullptr : sinks.as<float>();

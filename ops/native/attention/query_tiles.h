@@ -47,6 +47,7 @@ struct Problem {
   const int64_t* slot_mapping;
   LogitScaling scaling;
   bool is_bidirectional;  // every row sees all keys of its sequence; then there is no window
+  const int32_t* visible_ends;  // [num_tokens] or null: each row sees the keys before this index too; 0 = no more
   int window;  // keys that a row sees, its own included; -C = keys of its own chunk of C tokens; 0 = all
   const float* alibi_slopes;  // [num_heads] or null
   const float* sinks;         // [num_heads] or null
@@ -89,16 +90,30 @@ inline int first_seen_from(const Problem& p, int position) {
   return p.window == 0 || position < p.window ? 0 : position + 1 - p.window;
 }
 
+// The token of a query row in its sequence, and one past the last key that it sees.
+struct Place {
+  int position;
+  int end;
+};
+
+// The place of token `t` of a tile that is not joined.
+inline Place place_of(const Problem& p, const QueryTile& tile, int t) {
+  const int position = tile.first_position + t;
+  if (p.is_bidirectional) return {position, p.seq_lens[tile.seq]};
+  if (p.visible_ends == nullptr) return {position, position + 1};
+  return {position, std::max(position + 1, static_cast<int>(p.visible_ends[tile.first_token + t]))};
+}
+
 // For `count` rows of a tile, from `row` on: the keys that each row sees among the `num_keys` keys from `first_key` on, and
-// its ALiBi if the model has ALiBi. `positions` has a position for each token of the tile. Returns one past the last key
+// its ALiBi if the model has ALiBi. `places` has the place of each token of the tile. Returns one past the last key
 // that a row sees, or 0 if no row sees a key.
-inline int look(const Problem& p, const QueryTile& tile, const int* positions, int first_key, int num_keys, int row,
+inline int look(const Problem& p, const QueryTile& tile, const Place* places, int first_key, int num_keys, int row,
                 int count, Visible* visible, Alibi* alibi) {
   int last_seen = 0;
   int first_seen = num_keys;
   for (int r = 0; r < count; ++r) {
-    const int position = positions[(row + r) / p.group];
-    const int last = (p.is_bidirectional ? tile.last_key : position + 1) - first_key;
+    const auto [position, end] = places[(row + r) / p.group];
+    const int last = end - first_key;
     const int first = first_seen_from(p, position) - first_key;
     visible[r] = {first > 0 ? first : 0, last < num_keys ? last : num_keys};
     if (p.alibi_slopes != nullptr) {
@@ -132,7 +147,7 @@ inline void add_tiles(const Problem& p, int seq, Plan& plan) {
       tile.first_token = begin + first;
       tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
       tile.first_position = length - num_queries + first;
-      tile.last_key = p.is_bidirectional ? length : tile.first_position + tile.num_tokens;
+      for (int t = 0; t < tile.num_tokens; ++t) tile.last_key = std::max(tile.last_key, place_of(p, tile, t).end);
       tile.first_key = first_seen_from(p, tile.first_position);
       tile.first_partition = tile.first_key / kPartition;
       tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;

@@ -38,7 +38,7 @@ class Worker {
         num_factors_(num_factors<Multiply>(problem.head_dim)) {
     scratch.lay_out([&] {
       queries_ = scratch.take<Factor>(static_cast<size_t>(max_rows) * num_factors_);
-      positions_ = scratch.take<int>(max_rows);
+      places_ = scratch.take<Place>(max_rows);
       if (!kHasByteTiles) {
         scores_ = scratch.take<float>(Layout::kRows * kTile);
         weights_ = scratch.take<Factor>(Layout::kRows * kTile);
@@ -129,7 +129,7 @@ class Worker {
   void append_queries(const QueryTile& tile, int& token) {
     Factor* out = queries_ + static_cast<size_t>(token) * p_.group * num_factors_;
     for (int t = 0; t < tile.num_tokens; ++t) {
-      positions_[token++] = tile.first_position + t;
+      places_[token++] = place_of(p_, tile, t);
       for (int g = 0; g < p_.group; ++g, out += num_factors_) {
         const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + g;
         const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
@@ -263,7 +263,7 @@ class Worker {
       const int count = std::min(Layout::kRows, rows - row);
       Visible visible[Layout::kRows];
       Alibi alibi[Layout::kRows];
-      const int last_seen = look(p_, tile, positions_, first_key, kTile, row, count, visible, alibi);
+      const int last_seen = look(p_, tile, places_, first_key, kTile, row, count, visible, alibi);
       if (last_seen <= 0) continue;
       registers_.shape(count, num_steps_);
       const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
@@ -304,7 +304,7 @@ class Worker {
       const int count = std::min(Layout::kRows, rows - row);
       Visible visible[Layout::kRows];
       Alibi alibi[Layout::kRows];
-      const int last_seen = look(p_, tile, positions_, from, end - from, row, count, visible, alibi);
+      const int last_seen = look(p_, tile, places_, from, end - from, row, count, visible, alibi);
       if (last_seen <= 0) continue;
       const ByteRows block{count,
                            queries_ + static_cast<size_t>(row) * num_factors_,
@@ -334,7 +334,7 @@ class Worker {
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
     Alibi alibi[kRowBlock];
-    const int last_seen = look(p_, tile, positions_, first_key, kTile, row, count, visible, alibi);
+    const int last_seen = look(p_, tile, places_, first_key, kTile, row, count, visible, alibi);
     if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
@@ -376,7 +376,7 @@ class Worker {
   const int num_steps_;
   const int num_factors_;
   Factor* queries_;          // [rows][num_factors]
-  int* positions_;           // of the query tokens in their sequences
+  Place* places_;            // of the query tokens
   float* query_scales_ = nullptr;  // [rows], if queries are digits
   float* scores_ = nullptr;    // [kRows][kTile]; the three arrays are for tiles of other numbers than bytes
   Factor* weights_ = nullptr;  // [kRows][num_factors(kTile)]
