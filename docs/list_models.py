@@ -84,6 +84,11 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "GPTJForCausalLM": (Refused("tie_word_embeddings", True, _TIED_BIAS),),
     "Gemma2ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "Gemma3ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
+    "Gemma3ForConditionalGeneration": (
+        Refused("vision_config.num_channels", 1, _THREE_COLOURS),
+        Refused("vision_config.model_type", "clip_vision_model", _OTHER_ENCODER),
+        Refused("text_config.use_bidirectional_attention", True, _TWO_SIDED),
+    ),
     "GemmaForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "Glm4MoeLiteForCausalLM": (Refused("attention_bias", True, _NO_MODEL),),
     "GptOssForCausalLM": (

@@ -43,6 +43,9 @@ ARCHITECTURES = {
     "FalconForCausalLM": "ostinato.models.families.falcon:FalconForCausalLM",
     "Gemma2ForCausalLM": "ostinato.models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "ostinato.models.families.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": (
+        "ostinato.models.families.gemma3:Gemma3ForConditionalGeneration"
+    ),
     "GemmaForCausalLM": "ostinato.models.families.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "ostinato.models.families.glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "ostinato.models.families.glm4_moe:Glm4MoeForCausalLM",

@@ -29,6 +29,7 @@ __all__ = (
     "CrossRows",
     "ForwardBatch",
     "GridTensors",
+    "LookaheadTensors",
     "MediaTensors",
     "RopeRows",
     "Size",
@@ -207,6 +208,14 @@ class GridTensors(MediaTensors[Array]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LookaheadTensors(MediaTensors[Array]):
+    """The step tensors of a model in which the tokens of an image see each other."""
+
+    # [T]; the index after the image of each token, in its sequence; 0 = the token is of no image.
+    visible_ends: Annotated[Array, TensorSpec(sizes=(Size.tokens,), dtype=torch.int32)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AudioTensors(StepTensors[Array]):
     """The step tensors of a model with cross attention to audio."""
 
@@ -269,4 +278,5 @@ class StepInputs(NamedTuple):
             self.tensors.block_table,
             self.tensors.slot_mapping,
             self.tensors.plan,
+            self.tensors.visible_ends if isinstance(self.tensors, LookaheadTensors) else None,
         )

@@ -228,6 +228,7 @@ class ModelConfig:
             has_alibi=bool(self.alibi_slopes),
             has_sinks=self.block.has_sinks,
             has_cross=self.audio is not None,
+            sees_ahead=self.vision is not None and self.vision.sees_ahead,
             cache_dtype=cache_dtype or dtype,
         )
 

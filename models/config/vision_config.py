@@ -16,6 +16,7 @@ class TowerKind(StrEnum):
 
     clip = "clip"  # of LLaVA: learned positions, a class token, a projector
     siglip = "siglip"  # of LLaVA: as CLIP, without class token and first norm
+    gemma3 = "gemma3"  # as SigLIP, with a norm and a matrix after the means of squares
     qwen2 = "qwen2"  # rotary positions, a merger of patches
     qwen2_5 = "qwen2.5"  # as Qwen2, with windows, gated MLPs and RMS norms
     qwen3 = "qwen3"  # rotary and interpolated positions, mergers for layers of the decoder
@@ -37,7 +38,7 @@ class VisionConfig:
     activation: str  # a key of ops.activation.ACTIVATIONS
     norm_eps: float
     patch_size: int  # pixels of a patch's edge
-    # CLIP and SigLIP
+    # CLIP and SigLIP, and the tower of Gemma 3
     image_size: int = 0  # pixels of an image's edge
     # The states that the projector reads, one after the other: 0 = the embeddings of the patches,
     # i = the result of layer i - 1. Later layers than the largest of them are not computed.
@@ -45,8 +46,8 @@ class VisionConfig:
     drops_first: bool = False  # the first state, which is CLIP's class token, is not read
     projector_activation: str = "gelu"
     projector_bias: bool = True
-    # Qwen
     merge_size: int = 1  # patches of the edge of the square that gives one embedding
+    # Qwen
     num_frames: int = 1  # frames of a patch; a still image is repeated
     rope_theta: float = 10_000.0
     window: int = 0  # embeddings of a window's edge; 0 = no windows
@@ -59,6 +60,11 @@ class VisionConfig:
     def head_dim(self) -> int:
         """Elements of a head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the tokens of an image see each other in the decoder, also later ones."""
+        return self.kind is TowerKind.gemma3
 
     @property
     def is_gated(self) -> bool:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ("LLAVA_TEXTS", "QWEN2_TEXT", "QWEN2_VL_TEXT", "QWEN3_VL_MOE_TEXT", "QWEN3_VL_TEXT")
+__all__ = (
+    "GEMMA3_TEXT",
+    "LLAVA_TEXTS",
+    "QWEN2_TEXT",
+    "QWEN2_VL_TEXT",
+    "QWEN3_VL_MOE_TEXT",
+    "QWEN3_VL_TEXT",
+)
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -41,6 +48,19 @@ LLAVA_TEXTS: dict[str, dict[str, Any]] = {
 }
 """`model_type` of the decoder of a LLaVA -> its defaults."""
 
+GEMMA3_TEXT: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
 QWEN2_VL_TEXT: dict[str, Any] = {
     "vocab_size": 152_064,
     "hidden_size": 8192,

@@ -1,4 +1,4 @@
-"""Gemma 3 without images (arXiv:2503.19786): mostly layers with a window, and two rotary tables."""
+"""Gemma 3 (arXiv:2503.19786), also with images: mostly windows, and two rotary tables"""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import read_integer
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
+from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.rope_fields import read_rope, rope_by_layer_type
+from ostinato.models.config_json.text_defaults import GEMMA3_TEXT
+from ostinato.models.config_json.towers.gemma3_tower_fields import read_gemma3_vision
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.gemma2 import GEMMA2_LAYOUT
-from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE
+from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE, LookaheadTensors
+from ostinato.models.vision.towers.clip_tower import SIGLIP_NAMES
 
-__all__ = ("Gemma3ForCausalLM",)
+__all__ = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
 _BLOCK = BlockSpec(residual=Residual.sandwich, qk_norm=QKNorm.head)
 
@@ -53,3 +57,37 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
             attention_soft_cap=float(hf_config.get("attn_logit_softcapping") or 0.0),
             logit_soft_cap=float(hf_config.get("final_logit_softcapping") or 0.0),
         )
+
+
+_TOWER = r"(^|\.)vision_tower\.(vision_model\.)?"
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """A Gemma 3 with SigLIP. The tokens of an image see each other."""
+
+    step_tensors = LookaheadTensors
+    checkpoint_layout = replace(
+        GEMMA2_LAYOUT,
+        prefixes=("language_model.model.", "model.", "language_model.", "model."),
+        unprefixed=("vision_tower.", "multi_modal_projector."),
+        aliases=(("vision_tower.", "vision_tower.vision_model."),),
+        renamed=(
+            *SIGLIP_NAMES,  # before those of the decoder, which has a `final_norm` too
+            *GEMMA2_LAYOUT.renamed,
+            ("vision.projection.weight", "multi_modal_projector.mm_input_projection_weight"),
+            ("vision.embedding_norm.", "multi_modal_projector.mm_soft_emb_norm."),
+        ),
+        merged=(*GEMMA2_LAYOUT.merged, ("qkv", ("q_proj", "k_proj", "v_proj"))),
+        transposed=("vision.projection",),
+        ignored=(*GEMMA2_LAYOUT.ignored, _TOWER + r"head\."),
+        tower=(_TOWER, r"(^|\.)multi_modal_projector\."),
+    )
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        is_tied = bool(hf_config.get("tie_word_embeddings", True))
+        text = read_text_config(hf_config, GEMMA3_TEXT, is_tied=is_tied)
+        config = super().read_config(text, generation_config)
+        return replace(config, vision=read_gemma3_vision(hf_config, config.hidden_size))

@@ -16,6 +16,7 @@ from ostinato.models.families.qwen2 import Qwen2ForCausalLM
 from ostinato.models.families.qwen3 import Qwen3ForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.step_tensors import MediaTensors
+from ostinato.models.vision.towers.clip_tower import SIGLIP_NAMES
 
 __all__ = ("LlavaForConditionalGeneration",)
 
@@ -44,15 +45,9 @@ class LlavaForConditionalGeneration(Decoder):
         renamed=(
             *_BASE.renamed,
             ("vision.projector.", "multi_modal_projector."),
-            ("vision.blocks.", "vision_tower.encoder.layers."),
-            ("vision.patch_embed.", "vision_tower.embeddings.patch_embedding."),
             ("vision.class_embedding", "vision_tower.embeddings.class_embedding"),
-            ("vision.position_embedding", "vision_tower.embeddings.position_embedding.weight"),
             ("vision.pre_norm.", "vision_tower.pre_layrnorm."),
-            (".norm1.", ".layer_norm1."),
-            (".norm2.", ".layer_norm2."),
-            (".attn.", ".self_attn."),
-            (".self_attn.proj.", ".self_attn.out_proj."),
+            *SIGLIP_NAMES,
         ),
         merged=(*_BASE.merged, ("qkv", ("q_proj", "k_proj", "v_proj"))),
         tower=(_TOWER, r"(^|\.)multi_modal_projector\."),

@@ -1,8 +1,11 @@
-"""The towers of LLaVA 1.5 (arXiv:2310.03744): CLIP or SigLIP, and the projector to the decoder."""
+"""Towers that take images of one size, and the one of LLaVA 1.5 (arXiv:2310.03744).
+
+They are CLIP (arXiv:2103.00020) or SigLIP (arXiv:2303.15343), and a projector to the decoder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,19 @@ from ostinato.models.vision.towers.patch_layers import PatchEmbedding
 from ostinato.models.vision.towers.vision_tower import VisionTower
 from ostinato.ops.activation import activate
 
-__all__ = ("ClipTower",)
+__all__ = ("SIGLIP_NAMES", "ClipTower", "FixedTower")
+
+SIGLIP_NAMES = (
+    ("vision.blocks.", "vision_tower.encoder.layers."),
+    ("vision.patch_embed.", "vision_tower.embeddings.patch_embedding."),
+    ("vision.position_embedding", "vision_tower.embeddings.position_embedding.weight"),
+    ("vision.final_norm.", "vision_tower.post_layernorm."),
+    (".norm1.", ".layer_norm1."),
+    (".norm2.", ".layer_norm2."),
+    (".attn.", ".self_attn."),
+    (".self_attn.proj.", ".self_attn.out_proj."),
+)
+"""(our name, the name in checkpoints) of the tensors of a `FixedTower`."""
 
 
 class _Projector(nn.Module):
@@ -42,11 +57,10 @@ class _Projector(nn.Module):
         return self.linear_2(activate(self.linear_1(features), self.activation))
 
 
-class ClipTower(VisionTower):
-    """CLIP (arXiv:2103.00020) or SigLIP (arXiv:2303.15343). All images have one size.
+class FixedTower(VisionTower):
+    """CLIP or SigLIP, without the last norm and the head. All images have one size.
 
-    Layers after the last one whose result is read are left out, and so are the last norm and the
-    pooling head.
+    Layers after the last one whose result is read are left out.
     """
 
     def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
@@ -63,12 +77,21 @@ class ClipTower(VisionTower):
         self.blocks = nn.ModuleList(
             TowerBlock(config, options) for _ in range(config.num_used_layers)
         )
-        self.projector = _Projector(config, options)
 
-    def encode(
-        self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
-    ) -> Generator[None, None, Tensor]:
-        wanted = set(self.config.feature_layers)
+    def compute_states(
+        self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int, wanted: Sequence[int]
+    ) -> Generator[None, None, list[Tensor]]:
+        """Compute the states of an image, in units, as `encode` does.
+
+        Args:
+            pixels: as `encode` takes them.
+            spec: how the colours are scaled.
+            rows_per_unit: patches of a unit.
+            wanted: numbers of layers. 0 = the states before the first layer.
+
+        Returns:
+            For each wanted layer its result, [positions, D].
+        """
         hidden = self._embed(pixels, spec)
         states = {0: hidden.clone()} if 0 in wanted else {}
         yield
@@ -77,14 +100,7 @@ class ClipTower(VisionTower):
             yield from run_block(block, hidden, None, rows_per_unit)
             if number in wanted:
                 states[number] = hidden.clone()
-        features = torch.cat([states[number] for number in self.config.feature_layers], dim=1)
-        if self.config.drops_first:
-            features = features[1:]
-        parts: list[Tensor] = []
-        for rows in units(len(features), rows_per_unit):
-            parts.append(self.projector(features[rows]))
-            yield
-        return torch.cat(parts)
+        return [states[number] for number in wanted]
 
     def _embed(self, pixels: Tensor, spec: ImageSpec) -> Tensor:
         """The states before the first layer: [positions, D]."""
@@ -99,3 +115,25 @@ class ClipTower(VisionTower):
             hidden = torch.cat((self.class_embedding[None], hidden))
         hidden = hidden + self.position_embedding
         return hidden if self.pre_norm is None else self.pre_norm(hidden)
+
+
+class ClipTower(FixedTower):
+    """The tower of LLaVA: CLIP or SigLIP, and a projector that reads the results of some layers."""
+
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        self.projector = _Projector(config, tower_options(options))
+
+    def encode(
+        self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
+    ) -> Generator[None, None, Tensor]:
+        wanted = self.config.feature_layers
+        states = yield from self.compute_states(pixels, spec, rows_per_unit, wanted)
+        features = torch.cat(states, dim=1)
+        if self.config.drops_first:
+            features = features[1:]
+        parts: list[Tensor] = []
+        for rows in units(len(features), rows_per_unit):
+            parts.append(self.projector(features[rows]))
+            yield
+        return torch.cat(parts)

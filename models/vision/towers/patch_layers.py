@@ -31,7 +31,7 @@ class PatchEmbedding(TowerLinear):
         super().__init__(size, config.hidden_size, options, bias=bias)
         self.num_frames = config.num_frames
         # Only the towers of Qwen have a dimension of frames, also if there is one frame.
-        is_flat = config.kind in (TowerKind.clip, TowerKind.siglip)
+        is_flat = config.kind in (TowerKind.clip, TowerKind.siglip, TowerKind.gemma3)
         frames = () if is_flat else (config.num_frames,)
         self.kernel = (3, *frames, config.patch_size, config.patch_size)
 

@@ -19,7 +19,12 @@ from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.step_tensors import ForwardBatch, GridTensors, MediaTensors
+from ostinato.models.step_tensors import (
+    ForwardBatch,
+    GridTensors,
+    LookaheadTensors,
+    MediaTensors,
+)
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.ops.attention import select_backend
 from tests.models.driver import Driver, Sequence
@@ -86,7 +91,7 @@ class ImageVariant:
     @property
     def is_fixed(self) -> bool:
         """Whether all images have one size."""
-        return self.kind == "Llava"
+        return self.kind in ("Llava", "Gemma3")
 
 
 def _llava(tower: str, text: dict[str, Any], **settings: Any) -> ImageVariant:
@@ -111,6 +116,23 @@ VARIANTS = {
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
         projector_hidden_act="relu",
+    ),
+    "gemma3": ImageVariant(
+        "Gemma3",
+        {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 16,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
+            "image_token_index": IMAGE,
+            "boi_token_index": 192,
+            "eoi_token_index": 193,
+            "mm_tokens_per_image": 4,
+        },
     ),
     "qwen2-vl": ImageVariant(
         "Qwen2VL",
@@ -179,6 +201,8 @@ def reference_model(variant: ImageVariant) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+        elif not parameter.any():  # the projection of Gemma 3
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
     return model.eval()
 
 
@@ -302,6 +326,14 @@ class ImageSequence(Sequence):
     def row_of(self, index: int) -> int:
         return self.rows[index] if index < len(self.rows) else 0
 
+    def end_of(self, index: int) -> int:
+        """The index after the image that a token belongs to; 0 = it belongs to none."""
+        if not self.row_of(index):
+            return 0
+        while self.row_of(index) and self.token_ids[index] == IMAGE:
+            index += 1
+        return index
+
     def place_of(self, index: int) -> list[int]:
         if index < self.places.shape[1]:
             return self.places[:, index].tolist()
@@ -315,14 +347,19 @@ class ImageDriver(Driver):
         batch = super().batch(scheduled)
         rows: list[int] = []
         places: list[list[int]] = []
+        ends: list[int] = []
         for sequence, count in scheduled:
             assert isinstance(sequence, ImageSequence)
             tokens = range(sequence.num_computed, sequence.num_computed + count)
             rows += [sequence.row_of(index) for index in tokens]
+            ends += [sequence.end_of(index) for index in tokens]
             places += [sequence.place_of(index) for index in tokens]
         padding = len(batch.token_ids) - len(rows)
         given = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
         given["media_rows"] = torch.tensor([*rows, *[0] * padding])[:, None]
+        if self.model.step_tensors is LookaheadTensors:
+            ends = torch.tensor([*ends, *[0] * padding], dtype=torch.int32)
+            return LookaheadTensors(**given, visible_ends=ends)
         if self.model.step_tensors is MediaTensors:
             return MediaTensors(**given)
         return GridTensors(**given, rope_positions=torch.tensor([*places, *[[0] * 3] * padding]))
@@ -364,6 +401,8 @@ def hf_logits(
     """Logits [tokens, vocab_size] of transformers, and the positions [3, tokens] that it uses."""
     ids = torch.tensor([token_ids])
     given = hf_inputs(variant, images) if images else {}
+    if variant.kind == "Gemma3":
+        given["token_type_ids"] = (ids == IMAGE).long()
     places = torch.arange(len(token_ids)).expand(3, -1)
     if not variant.is_fixed and images:
         kinds = (ids == IMAGE).int()

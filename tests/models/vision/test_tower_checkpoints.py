@@ -112,6 +112,7 @@ def test_a_missing_tensor_of_the_tower_is_named(
         "llava": "vision_tower.embeddings.class_embedding",
         "llava-mistral": "multi_modal_projector.linear_2.weight",
         "llava-siglip": "vision_tower.encoder.layers.2.self_attn.k_proj.bias",
+        "gemma3": "multi_modal_projector.mm_input_projection_weight",
         "qwen2-vl": "visual.merger.mlp.0.bias",
         "qwen2.5-vl": "visual.blocks.1.mlp.up_proj.weight",
         "qwen3-vl": "model.visual.deepstack_merger_list.1.norm.weight",
@@ -128,7 +129,8 @@ def test_a_missing_tensor_of_the_tower_is_named(
 def test_an_unknown_tensor_of_the_tower_is_named(
     name: str, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    place = "vision_tower.encoder.layers.7" if name.startswith("llava") else "visual.blocks.7"
+    is_fixed = VARIANTS[name].is_fixed
+    place = "vision_tower.encoder.layers.7" if is_fixed else "visual.blocks.7"
     tensors = {**tensors_of(saved[name]), f"{place}.other.weight": torch.zeros(2)}
     directory = rewrite(saved[name], tmp_path / "other", tensors)
     with pytest.raises(CheckpointError, match=rf"has unexpected tensor {place}\.other\.weight"):

@@ -25,12 +25,15 @@ GENERAL = {
     "text_config.architectures", "text_config.dtype", "vision_config.architectures",
     "vision_config.dtype", "vision_config.is_encoder_decoder",
 }  # fmt: skip
+GEMMA_TOKENS = {"boi_token_index", "eoi_token_index"}
 WINDOW = {"max_window_layers", "sliding_window", "use_sliding_window"}
 NEUTRAL_IN = {
     "llava": {"pretraining_tp"},
     "llava-mistral": set[str](),
     # The key is true in both places, and one of them is enough.
     "llava-siglip": WINDOW | {"tie_word_embeddings"},
+    # Only the key at the top level is read. `layer_types` is there, so the interval has no effect.
+    "gemma3": {"_sliding_window_pattern", "text_config.tie_word_embeddings", *GEMMA_TOKENS},
     "qwen2-vl": WINDOW,
     "qwen2.5-vl": WINDOW | {"text_config.tie_word_embeddings"},
     # Only the key at the top level is read.
@@ -77,7 +80,11 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
         **getattr(transformers, f"{variant.kind}Config")(**settings).to_dict(),
         "architectures": [hf_class_of(variant).__name__],
     }
-    size_key = {"Llava": "", "Qwen2VL": "hidden_size"}.get(variant.kind, "out_hidden_size")
+    if variant.kind == "Gemma3":
+        config["mm_tokens_per_image"] = 49  # the default does not fit the default tower
+    size_key = {"Gemma3": "", "Llava": "", "Qwen2VL": "hidden_size"}.get(
+        variant.kind, "out_hidden_size"
+    )
     if size_key:
         hidden_size = config["text_config"]["hidden_size"]
         config["vision_config"] = {**config["vision_config"], size_key: hidden_size}
