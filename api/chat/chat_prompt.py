@@ -63,7 +63,8 @@ def encode_chat(
     found = _traits(preparation, tokenizer, body)
     refuse_fields_with_media(body)
     media = RequestMedia(preparation, body.messages, body.media_io_kwargs, arrival.fetched)
-    text = _render(preparation, body, body.messages, use, found, media)
+    rendered = _render(preparation, body, body.messages, use, found, media)
+    text = preparation.model.text_to_encode(rendered)
     preparation.begin_prompt("messages")
     special = body.add_special_tokens
     token_ids = (
@@ -99,7 +100,8 @@ def encode_messages(
     found = _traits(preparation, tokenizer, body)
     media = RequestMedia(preparation, messages, body.media_io_kwargs, arrival.fetched)
     use = tool_use(body.tools, None, None)
-    text = _render(preparation, body, messages, use, found, media)
+    rendered = _render(preparation, body, messages, use, found, media)
+    text = preparation.model.text_to_encode(rendered)
     preparation.begin_prompt("messages")
     special = body.add_special_tokens is True
     return media.placed(tokenizer.encode(text, add_special_tokens=special)).token_ids

@@ -13,13 +13,18 @@ import msgspec
 
 from ostinato.models.vision.dynamic_image_fields import DYNAMIC_PATCH, read_dynamic_images
 from ostinato.models.vision.fixed_image_fields import read_fixed_images
+from ostinato.models.vision.gemma3_image_fields import read_gemma3_images
 from ostinato.models.vision.image_processor_fields import HFConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.models.vision.video_fields import read_video_spec
 
 __all__ = ("read_image_spec",)
 
-_READERS = {"llava": read_fixed_images, **dict.fromkeys(DYNAMIC_PATCH, read_dynamic_images)}
+_READERS = {
+    "gemma3": read_gemma3_images,
+    "llava": read_fixed_images,
+    **dict.fromkeys(DYNAMIC_PATCH, read_dynamic_images),
+}
 
 
 def read_image_spec(

@@ -37,6 +37,11 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     # What to write for an image if the chat template does not show images: the placeholder, with
     # the tokens around it that the model was trained with.
     marked_placeholder: str
+    # What stands for the placeholder when a text is encoded; has the token `placeholder_id` once.
+    # Empty = the placeholder itself, which is the text of that token.
+    encoded_as: str = ""
+    # The tokens of an image see each other in the decoder, so a step has all of them or none.
+    sees_ahead: bool = False
     mean: tuple[float, float, float]  # of the colours R, G, B, subtracted after `rescale`
     std: tuple[float, float, float]
     rescale: float = 1 / 255  # factor of the stored colours 0 to 255
@@ -54,6 +59,10 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_pixels: int = 0
     max_pixels: int = 0
     video: VideoSpec | None = None  # None = the model takes no videos
+
+    def text_to_encode(self, text: str) -> str:
+        """A prompt as it is encoded: with what stands for each placeholder."""
+        return text.replace(self.placeholder, self.encoded_as) if self.encoded_as else text
 
     @property
     def unit(self) -> int:

@@ -41,6 +41,8 @@ class StepLimits(NamedTuple):
     max_num_batched_tokens: int
     rows_per_seq: int = 1  # rows of logits that a sequence can have: 1 + its draft tokens
     max_step_drafts: int | None = None  # draft tokens of one step; None = no limit for the step
+    # Tokens of the largest image that a step must have as a whole; 0 = a step may have any part.
+    image_tokens: int = 0
 
     @property
     def max_num_rows(self) -> int:
@@ -112,6 +114,7 @@ def decide_limits(
         if costs is not None:
             rates = {size: _rate(size, costs.step_seconds(size, 1, 0)) for size in costs.tokens}
         tokens, tokens_origin = _decide(rates, tokens, _LEAST_TOKENS)
+        tokens = max(tokens, upper.image_tokens)
         # Decodes come first, and prompts get the remaining tokens.
         tokens = min(tokens + seqs, upper.max_num_batched_tokens)
     elif seqs > tokens:

@@ -146,6 +146,7 @@ class Scheduler:
             rate=rate,
             num_lanes=max_in_flight if has_lanes else 1,
             shares=shares,
+            whole_images=self.limits.image_tokens > 0,
         )
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Listed
 
 from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.scheduling.itl_bound import StepAllowance
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.speculation.depth import StepLoad
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.step import (
     AdmittedSequence,
@@ -46,6 +48,7 @@ class StepPlan:
         "score_tokens",
         "sequences",
         "transfers",
+        "whole_images",
     )
 
     def __init__(
@@ -54,11 +57,14 @@ class StepPlan:
         allowance: StepAllowance | None,
         score_tokens: float = 1.0,
         max_decodes: int | None = None,
+        *,
+        whole_images: bool = False,
     ) -> None:
         self.num_tokens = num_tokens  # the budget
         self.num_tokens_left = num_tokens  # negative if the first prompt exceeds the budget
         self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt token
         self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
+        self.whole_images = whole_images  # a chunk has all tokens of an image or none
         self.decodes_left = max_decodes  # decodes that the step may still take; None = all
         self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
         self.num_grown = 0  # how many sequences of `running` are planned, from the first on
@@ -92,7 +98,13 @@ class StepPlan:
         return math.floor(self.num_tokens_left - self.num_score_tokens)
 
     def chunk_limit(
-        self, num_reserved: int, num_tokens: int, start: int, *, has_scores: bool = False
+        self,
+        num_reserved: int,
+        num_tokens: int,
+        start: int,
+        *,
+        has_scores: bool = False,
+        images: Listed[PromptImage] = (),
     ) -> int:
         """The number of tokens that a sequence may compute; less than 1 if it must wait.
 
@@ -101,14 +113,19 @@ class StepPlan:
             num_tokens: tokens of the sequence that are left to compute.
             start: the position of the first of these tokens.
             has_scores: the tokens' log-probabilities are computed too, which takes time.
+            images: those of the prompt, in their order. With `whole_images`, a chunk that would end
+                within an image ends before it. If the image comes first, the chunk has all of it,
+                also beyond the allowance for prompts.
         """
         room = self.budget_left - num_reserved
         if has_scores and room >= 1:
             room = max(1, math.floor(room / (1.0 + self.score_tokens)))
         limit = min(room, num_tokens)
-        if self.allowance is None:
-            return limit
-        return self.allowance.largest(limit, start, has_scores=has_scores)
+        if self.allowance is not None:
+            limit = self.allowance.largest(limit, start, has_scores=has_scores)
+        if self.whole_images and limit >= 1:
+            limit = _without_parts(limit, start, images, room)
+        return limit
 
     def take_chunk(self, chunk: Chunk) -> None:
         """Subtract a chunk from the allowance, and its log-probabilities from the token budget."""
@@ -219,3 +236,21 @@ class StepPlan:
                 if sequence.prompt_logprobs is not None:
                     # After a preemption some scores arrive again and replace the earlier ones.
                     sequence.prompt_logprobs[entry.start :] = scores
+
+
+def _without_parts(limit: int, start: int, images: Listed[PromptImage], room: int) -> int:
+    """The tokens of a chunk that has no image in part; 0 = `room` is too small for the first one.
+
+    Args:
+        limit: tokens that the chunk may have.
+        start: the position of the first of them.
+        images: those of the prompt, in their order.
+        room: tokens that are left in the step.
+    """
+    end = start + limit
+    for image in images:
+        if image.begin < end < image.end:
+            if image.begin > start:
+                return image.begin - start
+            return image.end - start if image.end - start <= room else 0
+    return limit

@@ -49,6 +49,7 @@ class StepPlanner:
             decode different sequences, and a sequence is decoded again only when its last token
             has arrived. 1 = the next step may be planned to decode a sequence while the step in
             flight still samples the previous token of the sequence.
+        whole_images: a step has all tokens of an image or none.
         shares: leaves some decodes of large requests out of a step; None = no decode is left out.
 
     Attributes:
@@ -69,6 +70,7 @@ class StepPlanner:
         rate: TokenRate | None,
         num_lanes: int,
         shares: DecodeShares | None,
+        whole_images: bool,
     ) -> None:
         self.num_prompt_tokens = 0
         self._queues = queues
@@ -80,6 +82,7 @@ class StepPlanner:
         self._score_tokens = score_tokens
         self._rate = rate
         self._num_lanes = num_lanes
+        self._whole_images = whole_images
         # A lane has only a part of the decodes. If `_shares` left out all of this part, the step
         # would be empty.
         self._shares = shares if num_lanes == 1 else None
@@ -98,7 +101,13 @@ class StepPlanner:
         budget = self._max_num_tokens
         if self._rate is not None:
             budget = min(budget, self._rate.max_num_tokens)
-        step = StepPlan(budget, allowance, self._score_tokens, self._max_decodes())
+        step = StepPlan(
+            budget,
+            allowance,
+            self._score_tokens,
+            self._max_decodes(),
+            whole_images=self._whole_images,
+        )
         self._grow_running(step)
         while self._admit_waiting(step):
             self._grow_running(step)
@@ -144,7 +153,13 @@ class StepPlanner:
                 num_left = sequence.num_prefill_tokens - start
                 has_scores = sequence.num_prompt_logits(start, start + 1) > 0
                 num_others = len(running) - index - 1
-                limit = step.chunk_limit(num_others, num_left, start, has_scores=has_scores)
+                limit = step.chunk_limit(
+                    num_others,
+                    num_left,
+                    start,
+                    has_scores=has_scores,
+                    images=sequence.request.images,
+                )
                 self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
             if sequence.beam is not None:

@@ -164,12 +164,14 @@ class PromptInputs:
         spec = self._model.media_spec
         if spec is not None and tokenizer.chat_template is not None:
             shown = with_media_shown(shown, tokenizer.chat_template.source, spec)
-        text = tokenizer.apply_chat_template(shown)
+        text = self._model.text_to_encode(tokenizer.apply_chat_template(shown))
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return self._with_media(token_ids, sources, None, param="messages")
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return self.tokenizer().encode(self._model.text_to_encode(prompt))
 
     def _with_audio(self, prompt: Prompt, audio: Sequence[object]) -> EncodedPrompt:
         """The decoder's prompt with its audio. A text has the special tokens in it."""

@@ -103,6 +103,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         """How the model takes what stands in a prompt besides text; None = it takes text only."""
         return self.images if self.sounds is None else self.sounds
 
+    def text_to_encode(self, text: str) -> str:
+        """A prompt as it is encoded; see `ImageSpec.text_to_encode`."""
+        return text if self.images is None else self.images.text_to_encode(text)
+
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """A snapshot of the engine for metrics and health. Counters are 0 when the engine starts."""

@@ -67,13 +67,21 @@ def make_image_model(name: str, directory: Path) -> ImageModel:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _ADDED])
     tokenizer.save(str(directory / "tokenizer.json"))
+    template = _TEMPLATE
+    if variant.kind == "Gemma3":
+        template = template.replace("<|image_pad|><|vision_end|>", "")
     (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _TEMPLATE})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template})
     )
     colours = {"image_mean": list(MEAN), "image_std": list(STD)}
     processor: dict[str, Any]
-    if variant.is_fixed:
-        edge = variant.settings["vision_config"]["image_size"]
+    edge = variant.settings["vision_config"].get("image_size")
+    if variant.kind == "Gemma3":
+        processor = {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": edge, "width": edge},
+        }
+    elif variant.is_fixed:
         processor = {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": edge},

@@ -1,6 +1,7 @@
 """Writes the step tensors of models that take images or sounds.
 
-These are rows of the media tables, and positions on three axes where the model has them.
+These are rows of the media tables. Some models also have positions on three axes, or tokens of an
+image that see each other.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.models.step_tensors import GridTensors, MediaTensors
+from ostinato.models.step_tensors import GridTensors, LookaheadTensors, MediaTensors
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
 from ostinato.runtime.images.grid_positions import grid_positions
@@ -19,13 +20,15 @@ __all__ = ("MediaTensorWriter",)
 
 
 class _Prompt:
-    """The media rows and the positions of one prompt; `grid` is None without three axes."""
+    """What stands for the tokens of one prompt; `grid` is None without three axes."""
 
     def __init__(self, request: Request, encoder: RankEncoder, grid: ImageSpec | None) -> None:
         num_tokens = len(request.prompt_token_ids)
         self.media_rows = np.zeros(num_tokens, dtype=np.int64)  # [num_tokens]
+        self.ends = np.zeros(num_tokens, dtype=np.int32)  # [num_tokens]; index after the image
         for one in request.media:
             self.media_rows[one.begin : one.end] = encoder.rows_of(one.digest)
+            self.ends[one.begin : one.end] = one.end
         self.positions: np.ndarray | None = None  # [num_tokens, 3]
         self.delta = 0  # of the positions after the prompt
         if grid is not None:
@@ -33,7 +36,7 @@ class _Prompt:
 
 
 class MediaTensorWriter:
-    """Fills `MediaTensors.media_rows` and `GridTensors.rope_positions` of each step.
+    """Fills the tensors of each step that `MediaTensors` and the tables derived from it add.
 
     Args:
         buffers: the static buffers; their other tensors are written before.
@@ -63,6 +66,8 @@ class MediaTensorWriter:
         host.media_rows[:num_tokens] = 0
         if isinstance(host, GridTensors):
             host.rope_positions[:num_tokens] = host.positions[:num_tokens, None]
+        if isinstance(host, LookaheadTensors):
+            host.visible_ends[:num_tokens] = 0
         if not self._prompts:
             return
         begin = 0
@@ -85,6 +90,8 @@ class MediaTensorWriter:
         count = max(0, known - entry.start)
         if count:
             host.media_rows[begin : begin + count, 0] = prompt.media_rows[entry.start : known]
+            if isinstance(host, LookaheadTensors):
+                host.visible_ends[begin : begin + count] = prompt.ends[entry.start : known]
         if isinstance(host, GridTensors) and prompt.positions is not None:
             if count:
                 host.rope_positions[begin : begin + count] = prompt.positions[entry.start : known]

@@ -50,7 +50,11 @@ from ostinato.runtime.startup.plan.adapter_space import adapter_space
 from ostinato.runtime.startup.plan.audio_source import cross_space, read_audio
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
 from ostinato.runtime.startup.plan.device import resolve_device
-from ostinato.runtime.startup.plan.image_source import count_media_rows, read_images
+from ostinato.runtime.startup.plan.image_source import (
+    count_media_rows,
+    limits_for_images,
+    read_images,
+)
 from ostinato.runtime.startup.plan.refusals import check_division, check_speculation
 from ostinato.runtime.startup.plan.sound_source import count_sound_rows, read_sounds
 from ostinato.runtime.text.vocabulary import vocabulary_difference
@@ -161,6 +165,7 @@ def open_model(
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
     images = read_images(config, checkpoint, model_config)
+    limits = limits_for_images(config, limits, images)
     sounds = read_sounds(config, checkpoint, model_config)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:

@@ -139,7 +139,7 @@ def test_missing_keys_have_the_defaults_of_the_class(name: str, tmp_path: Path):
         with pytest.raises(ValueError, match=r"patch_size=14 .*vision_config.patch_size=16"):
             read_spec(default.save(tmp_path), default.config)
         return
-    if processor.config["model_type"] == "llava":
+    if processor.config["model_type"] in ("gemma3", "llava"):
         vision = processor.config["vision_config"] | {"image_size": 224}
         default = default._replace(config=processor.config | {"vision_config": vision})
     whole = read_spec(default.save(tmp_path), default.config, takes_videos=False)

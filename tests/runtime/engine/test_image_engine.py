@@ -32,7 +32,7 @@ class Served(NamedTuple):
     llm: LLM
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -83,8 +83,8 @@ def test_the_rest_of_an_image_after_a_cached_part_has_its_embeddings(served):
     """The cached prefix ends inside the image."""
     model, llm = served
     llm.reset_prefix_cache()
-    first, images = prompt(llm, [1, 2, 3], CAT, [4] * 8)
-    second, _ = prompt(llm, [1, 2, 3], CAT, [5] * 8)
+    first, images = prompt(llm, [1, 2, 3, 4, 5, 6], CAT, [4] * 8)
+    second, _ = prompt(llm, [1, 2, 3, 4, 5, 6], CAT, [5] * 8)
     run(llm._engine, [(first, images)])
     before = llm._engine.stats().prefix_hits
     (answer,) = run(llm._engine, [(second, images)])
@@ -107,7 +107,7 @@ WAYS = [
     "graphs.mode=eager",
     "graphs.mode=captured",
     "speculation.method=ngram speculation.max_tokens=3",
-    "scheduler.max_num_batched_tokens=5 scheduler.max_num_seqs=3",
+    "scheduler.max_num_batched_tokens=7 scheduler.max_num_seqs=3",
     "images.cache_tokens=20",
 ]
 # They start processes, so the quick tests run one model with them. The quick tests of sounds have
@@ -118,12 +118,13 @@ LONG_WAYS = ["parallel.tensor=2", "parallel.pipeline=2"]
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *((name, way) for name in ("llava", "qwen3-vl") for way in WAYS),
+        *((name, way) for name in ("gemma3", "qwen3-vl") for way in WAYS),
         *(("qwen3-vl", way) for way in LONG_WAYS),
-        *(pytest.param("llava", way, marks=pytest.mark.slow) for way in LONG_WAYS),
+        *(pytest.param("llava", way, marks=pytest.mark.slow) for way in (*WAYS, *LONG_WAYS)),
+        *(pytest.param("gemma3", way, marks=pytest.mark.slow) for way in LONG_WAYS),
         *(
             pytest.param(name, "graphs.form=model", marks=pytest.mark.slow)
-            for name in ("llava", "qwen3-vl")
+            for name in ("gemma3", "llava", "qwen3-vl")
         ),
     ],
 )
@@ -138,6 +139,28 @@ def test_every_way_to_run_gives_the_same_answers(name, way, tmp_path):
         answers = run(llm._engine, prompts)
     for (token_ids, images), answer in zip(prompts, answers, strict=True):
         check_greedy(model, token_ids, images, answer)
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 23])
+def test_a_step_has_an_image_as_a_whole_or_not_at_all(served, tokens):
+    """Prompts of these lengths before an image end the first chunk at each place in it."""
+    model, llm = served
+    llm.reset_prefix_cache()
+    prompts = [prompt(llm, [4 + tokens] * tokens, CAT, [7], DOG, [6]), prompt(llm, [1], DOG, [2])]
+    prompts += [prompt(llm, [number, 3, 5]) for number in range(6)]
+    answers = run(llm._engine, prompts)
+    for (token_ids, images), answer in zip(prompts, answers, strict=True):
+        check_greedy(model, token_ids, images, answer)
+
+
+def test_a_step_has_room_for_an_image(tmp_path):
+    """Where tokens of an image see each other, steps of less than an image are refused."""
+    model = make_image_model("gemma3", tmp_path)
+    small = ("scheduler.max_num_batched_tokens=6", "scheduler.max_num_seqs=3")
+    with pytest.raises(StartupError, match=r"max_num_batched_tokens=6 .* all 4 .* at least 7"):
+        image_llm(model, *small)
+    with image_llm(model, *small, "images.max_per_request=0") as llm:
+        assert llm.model.images is None
 
 
 def test_images_and_grammars_are_waited_for_together(served):

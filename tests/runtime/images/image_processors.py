@@ -11,6 +11,7 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -39,6 +40,11 @@ class Processor(NamedTuple):
 def _llava(tower: str, image_size: int, **other: Any) -> dict[str, Any]:
     vision = {"model_type": tower, "image_size": image_size, "patch_size": 14}
     return transformers.LlavaConfig(vision_config=vision, **other).to_dict()
+
+
+def _gemma(image_size: int) -> dict[str, Any]:
+    vision = {"model_type": "siglip_vision_model", "image_size": image_size, "patch_size": 7}
+    return transformers.Gemma3Config(vision_config=vision, mm_tokens_per_image=4).to_dict()
 
 
 def _qwen(name: str, **vision: Any) -> dict[str, Any]:
@@ -71,6 +77,11 @@ PROCESSORS = {
         SiglipImageProcessorPil,
         lambda: SiglipImageProcessorPil(size={"height": 30, "width": 30}),
         _llava("siglip_vision_model", 30, vision_feature_select_strategy="full"),
+    ),
+    "gemma3": Processor(
+        Gemma3ImageProcessorPil,
+        lambda: Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+        _gemma(28),
     ),
     "qwen2_vl": Processor(
         Qwen2VLImageProcessorPil,
