@@ -7,6 +7,7 @@ from collections import deque
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.costs.step_limits import upper_limits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.kv.load_costs import LoadCosts
 from ostinato.runtime.kv.tier_index import TierIndex
@@ -51,6 +52,7 @@ class SimulatedEngine:
         score_tokens: float = 0.0,
         hold_seed: int | None = None,
         num_lanes: int = 1,
+        image_tokens: int = 0,
     ) -> None:
         """With `costs`, `_check_target` compares steps that have decodes with `target_s`.
 
@@ -58,6 +60,7 @@ class SimulatedEngine:
         sequences.
         """
         self._num_lanes = num_lanes
+        self._image_tokens = image_tokens
         self.max_in_flight = 2 if num_lanes == 1 else num_lanes
         self._has_holds = hold_seed is not None
         self.config = SchedulerConfig(
@@ -81,6 +84,9 @@ class SimulatedEngine:
             self.config,
             self.cache,
             max_model_len=max_model_len,
+            limits=upper_limits(
+                self.config, max_drafts=0 if drafter is None else drafter.max_drafts
+            )._replace(image_tokens=image_tokens),
             bound=bound,
             proposer=drafter,
             score_tokens=score_tokens,
@@ -132,6 +138,7 @@ class SimulatedEngine:
         self._check_lanes(output, num_running)
         self._in_flight.append((output, self.device.execute(output)))
         self._check_target(output)
+        self._check_images(output)
         self._check_ends(output)
         self._check_overlap(output)
         self.num_steps += 1
@@ -297,7 +304,15 @@ class SimulatedEngine:
         as_chunks = _mixed_seconds(costs, certain, [*unclear, *chunks], drafts)
         if min(as_decodes, as_chunks) > self.target_s + 1e-9:
             assert len(chunks) <= 1
-            assert all(chunk.num_new_tokens <= self.cache.block_size for chunk in chunks)
+            most = max(self.cache.block_size, self._image_tokens)
+            assert all(chunk.num_new_tokens <= most for chunk in chunks)
+
+    def _check_images(self, output: SchedulerOutput) -> None:
+        """No step ends within an image whose tokens see each other."""
+        for entry in output.scheduled if self._image_tokens else ():
+            end = entry.start + entry.num_new_tokens
+            images = self.requests[self.device.rows[entry.row].request_id].images
+            assert not any(image.begin < end < image.end for image in images)
 
     def _is_decode(self, entry: ScheduledSequence) -> bool:
         request = self.requests[self.device.rows[entry.row].request_id]

@@ -15,6 +15,7 @@ from ostinato.conf.schema import SchedulingPolicy
 from ostinato.conf.sections.cache_schema import StorePolicy
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.audio import PromptAudio
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -27,12 +28,25 @@ from tests.runtime.simulated_engine import SimulatedEngine, make_tiers
 MAX_MODEL_LEN = 32
 AUDIO = [PromptAudio(digest=bytes([number]), num_bins=1, num_frames=1) for number in (1, 2)]
 POLICIES = list(SchedulingPolicy)
+IMAGE_TOKENS = 5
 SCORE_MS = st.none() | st.floats(0.0, 1.0)
 
 # Prompts are cut from a few stems, so that many share a beginning and some are equal.
 STEMS = [
     [(7 * stem + position * position) % VOCAB_SIZE for position in range(28)] for stem in range(3)
 ]
+
+
+@st.composite
+def image_lists(draw: st.DrawFn, num_tokens: int) -> list[PromptImage]:
+    """Images in a prompt of so many tokens, of up to IMAGE_TOKENS tokens each."""
+    images, begin = [], draw(st.integers(0, 8))
+    while begin < num_tokens and draw(st.booleans()):
+        size = min(draw(st.integers(1, IMAGE_TOKENS)), num_tokens - begin)
+        digest = draw(st.sampled_from([b"a" * 32, b"b" * 32]))
+        images.append(PromptImage(digest=digest, begin=begin, num_tokens=size, height=1, width=1))
+        begin += size + draw(st.integers(0, 9))
+    return images
 
 
 @st.composite
@@ -67,6 +81,8 @@ def requests(draw: st.DrawFn, request_id: str = "r") -> Request:
         place=draw(st.sampled_from([0, 0, 0, 1, 2, 6])),
         cache_salt=draw(st.sampled_from(["", "", "salt"])),
         audio=draw(st.sampled_from([None, None, *AUDIO])),
+        # Scores of prompts with images are refused before they are scheduled.
+        images=draw(image_lists(len(prompt) if sampling.prompt_logprobs is None else 0)),
     )
 
 
@@ -78,11 +94,13 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
     accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     # These tests do not combine drafts with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
+    image_tokens = draw(st.sampled_from([0, 0, IMAGE_TOKENS]))
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 24)),
+        max_num_batched_tokens=max_num_seqs + image_tokens + draw(st.integers(0, 24)),
+        image_tokens=image_tokens,
         max_model_len=MAX_MODEL_LEN,
         policy=draw(st.sampled_from(POLICIES)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
