@@ -27,6 +27,7 @@ KNOWN = {
     "gemma2-9b": (9_241_705_984, 8_192),
     "gemma3-1b": (999_885_952, 32_768),
     "gemma3-270m": (268_098_176, 32_768),
+    "gemma3-4b": (4_300_079_472, 131_072),
     "glm-4.5-air": (106_852_251_264, 131_072),
     "gpt-j-6b": (6_050_882_784, 2_048),
     "gpt-oss-20b": (20_914_757_184, 131_072),
@@ -82,6 +83,7 @@ KNOWN = {
 
 # The parameters of towers. They are not loaded if the engine takes neither images nor sounds.
 TOWERS = {
+    "gemma3-4b": 419_816_304,
     "llava-1.5-7b": 311_888_896,
     "qwen2-audio-7b": 642_215_936,
     "qwen2.5-vl-3b": 668_684_288,

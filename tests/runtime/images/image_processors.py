@@ -111,7 +111,7 @@ def token_text(token_id: int) -> str:
 
 
 def read_spec(directory: Path, config: dict[str, Any], **options: Any) -> ImageSpec:
-    return read_image_spec(directory, config, token_text=token_text, **options)
+    return read_image_spec(directory, config, **{"token_text": token_text, **options})
 
 
 def reference_colours(processor: Any, image: Image.Image, spec: ImageSpec) -> NDArray[Any]:
