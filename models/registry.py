@@ -56,6 +56,9 @@ ARCHITECTURES = {
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration": (
+        "ostinato.models.families.mistral3:Mistral3ForConditionalGeneration"
+    ),
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "ostinato.models.families.mixtral:MixtralForCausalLM",
     "MptForCausalLM": "ostinato.models.families.mpt:MptForCausalLM",

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ("LLAVA_TEXTS", "QWEN2_TEXT", "QWEN2_VL_TEXT", "QWEN3_VL_MOE_TEXT", "QWEN3_VL_TEXT")
+__all__ = (
+    "LLAVA_TEXTS",
+    "MISTRAL3_TEXT",
+    "QWEN2_TEXT",
+    "QWEN2_VL_TEXT",
+    "QWEN3_VL_MOE_TEXT",
+    "QWEN3_VL_TEXT",
+)
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -40,6 +47,20 @@ LLAVA_TEXTS: dict[str, dict[str, Any]] = {
     "qwen3": {**QWEN2_TEXT, "head_dim": 128},
 }
 """`model_type` of the decoder of a LLaVA -> its defaults."""
+
+MISTRAL3_TEXT: dict[str, Any] = {
+    **LLAVA_TEXTS["mistral"],
+    "model_type": "mistral",
+    "vocab_size": 131_072,
+    "hidden_size": 5120,
+    "intermediate_size": 32_768,
+    "num_hidden_layers": 40,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e9,
+    "sliding_window": None,
+}
+"""The decoder of a Mistral 3 config without `text_config`."""
 
 QWEN2_VL_TEXT: dict[str, Any] = {
     "vocab_size": 152_064,

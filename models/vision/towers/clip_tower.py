@@ -10,36 +10,13 @@ from torch import Tensor, nn
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm
-from ostinato.models.media.tower_layers import (
-    TowerBlock,
-    TowerLinear,
-    run_block,
-    tower_options,
-    units,
-)
+from ostinato.models.media.tower_layers import TowerBlock, tower_options, units
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import split_patches
-from ostinato.models.vision.towers.patch_layers import PatchEmbedding
+from ostinato.models.vision.towers.patch_layers import PatchEmbedding, Projector, run_features
 from ostinato.models.vision.towers.vision_tower import VisionTower
-from ostinato.ops.activation import activate
 
 __all__ = ("ClipTower",)
-
-
-class _Projector(nn.Module):
-    """Two matrices with an activation between them."""
-
-    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
-        super().__init__()
-        self.activation = config.projector_activation
-        bias = config.projector_bias
-        size = config.hidden_size * len(config.feature_layers)
-        self.linear_1 = TowerLinear(size, config.output_size, options, bias=bias)
-        self.linear_2 = TowerLinear(config.output_size, config.output_size, options, bias=bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """[T, hidden_size * states] -> [T, output_size]."""
-        return self.linear_2(activate(self.linear_1(features), self.activation))
 
 
 class ClipTower(VisionTower):
@@ -63,21 +40,14 @@ class ClipTower(VisionTower):
         self.blocks = nn.ModuleList(
             TowerBlock(config, options) for _ in range(config.num_used_layers)
         )
-        self.projector = _Projector(config, options)
+        self.projector = Projector(config, options)
 
     def encode(
         self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
     ) -> Generator[None, None, Tensor]:
-        wanted = set(self.config.feature_layers)
+        layers = self.config.feature_layers
         hidden = self._embed(pixels, spec)
-        states = {0: hidden.clone()} if 0 in wanted else {}
-        yield
-        for number, block in enumerate(self.blocks, 1):
-            assert isinstance(block, TowerBlock), "the list has blocks only"
-            yield from run_block(block, hidden, None, rows_per_unit)
-            if number in wanted:
-                states[number] = hidden.clone()
-        features = torch.cat([states[number] for number in self.config.feature_layers], dim=1)
+        features = yield from run_features(self.blocks, hidden, None, layers, rows_per_unit)
         if self.config.drops_first:
             features = features[1:]
         parts: list[Tensor] = []

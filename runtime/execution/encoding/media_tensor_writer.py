@@ -12,6 +12,7 @@ from ostinato.models.step_tensors import GridTensors, MediaTensors
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
 from ostinato.runtime.images.grid_positions import grid_positions
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
@@ -25,7 +26,12 @@ class _Prompt:
         num_tokens = len(request.prompt_token_ids)
         self.media_rows = np.zeros(num_tokens, dtype=np.int64)  # [num_tokens]
         for one in request.media:
-            self.media_rows[one.begin : one.end] = encoder.rows_of(one.digest)
+            rows, places = encoder.rows_of(one.digest), self.media_rows[one.begin : one.end]
+            if isinstance(one, PromptImage) and one.row_tokens:
+                ended = places.reshape(-1, one.row_tokens)  # a view
+                ended[:, :-1] = rows.reshape(-1, one.row_tokens - 1)
+            else:
+                places[:] = rows
         self.positions: np.ndarray | None = None  # [num_tokens, 3]
         self.delta = 0  # of the positions after the prompt
         if grid is not None:

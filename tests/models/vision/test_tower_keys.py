@@ -31,6 +31,9 @@ NEUTRAL_IN = {
     "llava-mistral": set[str](),
     # The key is true in both places, and one of them is enough.
     "llava-siglip": WINDOW | {"tie_word_embeddings"},
+    "pixtral": {"image_size"},  # transformers 5.24 does not read it
+    # The key is true at the top level.
+    "mistral3": {"image_size", "text_config.tie_word_embeddings"},
     "qwen2-vl": WINDOW,
     "qwen2.5-vl": WINDOW | {"text_config.tie_word_embeddings"},
     # Only the key at the top level is read.
@@ -77,7 +80,10 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
         **getattr(transformers, f"{variant.kind}Config")(**settings).to_dict(),
         "architectures": [hf_class_of(variant).__name__],
     }
-    size_key = {"Llava": "", "Qwen2VL": "hidden_size"}.get(variant.kind, "out_hidden_size")
+    if variant.is_pixtral:
+        config["vision_feature_select_strategy"] = "full"
+    sizes = {"Llava": "", "Mistral3": "", "Qwen2VL": "hidden_size"}
+    size_key = sizes.get(variant.kind, "out_hidden_size")
     if size_key:
         hidden_size = config["text_config"]["hidden_size"]
         config["vision_config"] = {**config["vision_config"], size_key: hidden_size}
@@ -156,7 +162,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llava", {"vision_feature_layer": []}, r"vision_feature_layer=\[\]"),
     ("llava", {"vision_feature_select_strategy": "cls"}, "supported: default, full"),
     ("llava", {"text_config": {"model_type": "gemma"}}, "text_config.model_type=gemma"),
-    ("llava", {"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type=pixtral"),
+    ("llava", {"vision_config": {"model_type": "dinov2"}}, "vision_config.model_type=dinov2"),
+    (
+        "pixtral",
+        {"vision_feature_select_strategy": "default"},
+        "vision_feature_select_strategy='default' is not supported with .*it must be 'full'",
+    ),
+    ("pixtral", {"vision_config": {"head_dim": 8}}, "head_dim=8 is not .* which is 16"),
+    ("pixtral", {"vision_config": {"hidden_size": 36}}, "four times the number of heads"),
+    ("pixtral", {"vision_config": {"patch_size": [4, 4]}}, "patch_size must be an integer"),
+    (
+        "pixtral",
+        {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}},
+        "vision_config.rope_parameters.rope_type='yarn'",
+    ),
+    ("pixtral", {"vision_feature_layer": [0, 4]}, r"=\[0, 4\] must be one or several of -4 to 3"),
+    ("mistral3", {"vision_feature_layer": [-1, -2]}, r"vision_feature_layer=\[-1, -2\] is not"),
+    ("mistral3", {"vision_config": {"model_type": "dinov2"}}, "vision_config.model_type=dinov2"),
+    ("mistral3", {"text_config": {"model_type": "gemma"}}, "text_config.model_type=gemma"),
+    ("mistral3", {"spatial_merge_size": 0}, "spatial_merge_size must be an integer of at least 1"),
+    ("mistral3", {"text_config": 3}, "text_config must be an object"),
     ("llava", {"vision_config": {"num_channels": 1}}, "vision_config.num_channels=1 is not"),
     ("llava", {"vision_config": {"patch_size": 5}}, "image_size=28 must be a multiple"),
     (
