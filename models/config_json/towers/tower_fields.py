@@ -48,7 +48,7 @@ def tower_integers(key: str, stated: object) -> tuple[int, ...]:
     return tuple(stated)
 
 
-def feature_layers(stated: object, num_layers: int) -> tuple[int, ...]:
+def feature_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
     """`vision_feature_layer`, counted from the first state.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
@@ -84,6 +84,8 @@ def test_pixels_are_those_of_transformers(name: str, loaded: dict[str, Loaded]):
     @given(st.integers(1, 120), st.integers(1, 120), st.sampled_from(MODES), st.integers(0, 99))
     def check(width: int, height: int, mode: str, seed: int):
         case = loaded[name]
+        # In transformers, the edge of an image that is shrunk can become 0.
+        assume(case.spec.sizing is not ImageSizing.shrunk or min(width, height) > 1)
         image = in_mode(picture(width, height, seed), mode, seed)
         before = (image.mode, dict(image.info), image.tobytes())
         prepared = prepare_pil(image, case.spec, LIMITS, "image")
