@@ -56,6 +56,7 @@ ARCHITECTURES = {
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",
+    "Ministral3ForCausalLM": "ostinato.models.families.ministral3:Ministral3ForCausalLM",
     "Mistral3ForConditionalGeneration": (
         "ostinato.models.families.mistral3:Mistral3ForConditionalGeneration"
     ),

@@ -10,6 +10,7 @@ from typing import Any
 __all__ = (
     "LLAVA_TEXTS",
     "MISTRAL3_TEXT",
+    "MISTRAL3_TEXTS",
     "QWEN2_TEXT",
     "QWEN2_VL_TEXT",
     "QWEN3_VL_MOE_TEXT",
@@ -47,6 +48,18 @@ LLAVA_TEXTS: dict[str, dict[str, Any]] = {
     "qwen3": {**QWEN2_TEXT, "head_dim": 128},
 }
 """`model_type` of the decoder of a LLaVA -> its defaults."""
+
+MISTRAL3_TEXTS: dict[str, dict[str, Any]] = {
+    "mistral": LLAVA_TEXTS["mistral"],
+    "ministral3": {
+        **LLAVA_TEXTS["mistral"],
+        "vocab_size": 131_072,
+        "num_hidden_layers": 34,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+    },
+}
+"""`model_type` of the decoder of a Mistral 3 -> its defaults."""
 
 MISTRAL3_TEXT: dict[str, Any] = {
     **LLAVA_TEXTS["mistral"],

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and 3.2 (Mistral AI 2025): Pixtral's tower and a merger before Mistral"""
+"""Mistral Small 3.1 and 3.2, Ministral 3 (Mistral AI 2025): Pixtral's tower before Mistral"""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import replace
 from ostinato.models.checkpoints.llava_layouts import with_names_of, with_projector
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.nested_fields import read_text_config
-from ostinato.models.config_json.text_defaults import LLAVA_TEXTS, MISTRAL3_TEXT
+from ostinato.models.config_json.text_defaults import MISTRAL3_TEXT, MISTRAL3_TEXTS
 from ostinato.models.config_json.towers.pixtral_tower_fields import read_mistral3_vision
 from ostinato.models.decoder import Decoder
+from ostinato.models.families.ministral3 import Ministral3ForCausalLM
 from ostinato.models.families.mistral import MistralForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.step_tensors import MediaTensors
 
 __all__ = ("Mistral3ForConditionalGeneration",)
 
-_TEXTS = {"mistral": (MistralForCausalLM, LLAVA_TEXTS["mistral"])}
+# Both have the checkpoint layout of Llama.
+_TEXTS = {"mistral": MistralForCausalLM, "ministral3": Ministral3ForCausalLM}
 
 
 class Mistral3ForConditionalGeneration(Decoder):
@@ -43,10 +45,9 @@ class Mistral3ForConditionalGeneration(Decoder):
                 f"config.json: text_config.model_type={kind} is not supported; supported: "
                 f"{', '.join(_TEXTS)}"
             )
-        family, defaults = _TEXTS[kind]
         # A file that states no `tie_word_embeddings` belongs to a checkpoint with an output head.
-        text = read_text_config({**hf_config, "text_config": nested}, defaults)
-        config = family.read_config(text, generation_config)
+        text = read_text_config({**hf_config, "text_config": nested}, MISTRAL3_TEXTS[kind])
+        config = _TEXTS[kind].read_config(text, generation_config)
         return replace(
             config, vision=read_mistral3_vision(hf_config, config.hidden_size, config.norm_eps)
         )

@@ -214,6 +214,20 @@ VARIANTS = {
     ),
 }
 
+_GROWING = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "max_position_embeddings": 640,
+    "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.6,
+}  # fmt: skip
+# Another decoder. Few tests need it.
+MINISTRAL3 = ImageVariant(
+    "Mistral3",
+    {
+        **VARIANTS["mistral3"].settings,
+        "text_config": {**_TEXT, "model_type": "ministral3", "rope_parameters": _GROWING},
+        "tie_word_embeddings": False,
+    },
+)
+
 
 def hf_config_of(variant: ImageVariant) -> Any:
     """The configuration object of transformers."""

@@ -12,7 +12,15 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
 from ostinato.models.registry import model_class
 from tests.models.config_json.test_every_key import NEUTRAL, mutations
-from tests.models.vision.image_models import VARIANTS, ImageVariant, hf_class_of, hf_config_of
+from tests.models.vision.image_models import (
+    MINISTRAL3,
+    VARIANTS,
+    ImageVariant,
+    hf_class_of,
+    hf_config_of,
+)
+
+ALL = {**VARIANTS, "ministral3": MINISTRAL3}
 
 # Keys without effect: those that other modules read, those of training and of other tasks.
 EXTRA = {
@@ -34,6 +42,7 @@ NEUTRAL_IN = {
     "pixtral": {"image_size"},  # transformers 5.24 does not read it
     # The key is true at the top level.
     "mistral3": {"image_size", "text_config.tie_word_embeddings"},
+    "ministral3": {"image_size", "text_config.rope_parameters.max_position_embeddings"},
     "qwen2-vl": WINDOW,
     "qwen2.5-vl": WINDOW | {"text_config.tie_word_embeddings"},
     # Only the key at the top level is read.
@@ -51,9 +60,9 @@ def read(config: dict[str, Any]) -> ModelConfig:
     return model_class(config["architectures"][0]).read_config(config)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_no_key_is_ignored(name: str) -> None:
-    config = config_of(VARIANTS[name])
+    config = config_of(ALL[name])
     expected = read(config)
     ignored = set[str]()
     for key, changed in mutations(config):
@@ -67,10 +76,10 @@ def test_no_key_is_ignored(name: str) -> None:
     assert left == set()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     """Of a configuration with the defaults in its parts, each key may be left out."""
-    variant = VARIANTS[name]
+    variant = ALL[name]
     settings = {
         part: {"model_type": variant.settings[part]["model_type"]}
         for part in ("text_config", "vision_config")
@@ -182,6 +191,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral3", {"text_config": {"model_type": "gemma"}}, "text_config.model_type=gemma"),
     ("mistral3", {"spatial_merge_size": 0}, "spatial_merge_size must be an integer of at least 1"),
     ("mistral3", {"text_config": 3}, "text_config must be an object"),
+    (
+        "ministral3",
+        {"text_config": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}},
+        "rope_parameters must have a number llama_4_scaling_beta, got None",
+    ),
     ("llava", {"vision_config": {"num_channels": 1}}, "vision_config.num_channels=1 is not"),
     ("llava", {"vision_config": {"patch_size": 5}}, "image_size=28 must be a multiple"),
     (
@@ -250,7 +264,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_unsupported_values_are_refused_by_name(
     name: str, changes: dict[str, Any], words: str
 ) -> None:
-    config = config_of(VARIANTS[name])
+    config = config_of(ALL[name])
     for key, value in changes.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     with pytest.raises(ValueError, match=words) as error:
@@ -258,9 +272,9 @@ def test_unsupported_values_are_refused_by_name(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_what_the_page_lists_is_refused_by_its_key(name: str) -> None:
-    config = config_of(VARIANTS[name])
+    config = config_of(ALL[name])
     listed = LISTED[config["architectures"][0]]
     assert listed
     for key, value, _, _ in listed:
