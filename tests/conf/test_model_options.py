@@ -41,6 +41,7 @@ KNOWN = {
     "llava-1.5-7b": (7_050_828_800, 4_096),  # without `UNUSED`
     "mistral-7b": (7_248_023_552, 32_768),
     "mistral-small-24b": (23_572_403_200, 32_768),
+    "mistral-small-3.1-24b": (24_011_361_280, 131_072),
     "mixtral-8x22b": (140_630_071_296, 65_536),
     "mixtral-8x7b": (46_702_792_704, 32_768),
     "olmo2-13b": (13_716_198_400, 4_096),
@@ -50,6 +51,7 @@ KNOWN = {
     "olmo3-7b": (7_298_011_136, 65_536),
     "olmoe-7b": (6_919_161_856, 4_096),
     "phi-4": (14_659_507_200, 16_384),
+    "pixtral-12b": (12_682_739_712, 1_024_000),
     "pythia-1.4b": (1_414_647_808, 2_048),
     "pythia-12b": (11_846_072_320, 2_048),
     "pythia-160m": (162_322_944, 2_048),
@@ -83,6 +85,8 @@ KNOWN = {
 # The parameters of towers. They are not loaded if the engine takes neither images nor sounds.
 TOWERS = {
     "llava-1.5-7b": 311_888_896,
+    "mistral-small-3.1-24b": 438_958_080,
+    "pixtral-12b": 434_957_312,
     "qwen2-audio-7b": 642_215_936,
     "qwen2.5-vl-3b": 668_684_288,
     "qwen2.5-vl-7b": 676_550_144,
