@@ -97,9 +97,14 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("swiglu_limit", 5.0, "every published model has 7.0"),
     ),
     "LlavaForConditionalGeneration": (
-        Refused("vision_config.model_type", "pixtral", "CLIP and SigLIP are implemented"),
+        Refused("vision_config.model_type", "dinov2", "CLIP, SigLIP and Pixtral are implemented"),
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),
         Refused("text_config.model_type", "gemma", "it needs the blocks of Llama or Qwen"),
+    ),
+    "Mistral3ForConditionalGeneration": (
+        Refused("vision_config.model_type", "dinov2", "Mistral AI's models have Pixtral's tower"),
+        Refused("vision_config.num_channels", 1, _THREE_COLOURS),
+        Refused("text_config.model_type", "llama", "Mistral AI's models have no other decoders"),
     ),
     "MptForCausalLM": (
         Refused("no_bias", False, "checkpoints with biases are not read"),

@@ -59,6 +59,10 @@ ARCHITECTURES = {
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",
+    "Ministral3ForCausalLM": "ostinato.models.families.ministral3:Ministral3ForCausalLM",
+    "Mistral3ForConditionalGeneration": (
+        "ostinato.models.families.mistral3:Mistral3ForConditionalGeneration"
+    ),
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "ostinato.models.families.mixtral:MixtralForCausalLM",
     "MptForCausalLM": "ostinato.models.families.mpt:MptForCausalLM",

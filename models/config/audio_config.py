@@ -20,6 +20,7 @@ class AudioEncoderConfig:
     activation: str  # a key of ops.activation.ACTIVATIONS
     norm_eps: float
     is_gated: bool = False  # the MLPs are gated, and the norms are RMS norms
+    has_biases: bool = True  # of the matrices of the layers
 
     @property
     def head_dim(self) -> int:

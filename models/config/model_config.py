@@ -44,13 +44,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTemperature:
-    """A factor of queries that grows with their position p, in layers that rotate nothing.
+    """A factor of queries that grows with their position p.
 
-    It is `log(1 + (p + 1) // floor) * scale + 1` (arXiv:2501.19399, Llama 4).
+    It is `log(1 + (p + offset) // floor) * scale + 1` (arXiv:2501.19399). In Llama 4, the layers
+    that rotate nothing have it. In Ministral 3, all layers have it.
     """
 
     scale: float
     floor: float  # tokens
+    offset: int = 1  # tokens
+    in_all_layers: bool = False  # after the rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

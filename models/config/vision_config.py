@@ -20,6 +20,8 @@ class TowerKind(StrEnum):
     qwen2 = "qwen2"  # rotary positions, a merger of patches
     qwen2_5 = "qwen2.5"  # as Qwen2, with windows, gated MLPs and RMS norms
     qwen3 = "qwen3"  # rotary and interpolated positions, mergers for layers of the decoder
+    pixtral = "pixtral"  # rotary positions, gated MLPs, RMS norms, no biases, a projector
+    mistral3 = "mistral3"  # as Pixtral, with a merger of patches before the projector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +40,15 @@ class VisionConfig:
     activation: str  # a key of ops.activation.ACTIVATIONS
     norm_eps: float
     patch_size: int  # pixels of a patch's edge
-    # CLIP and SigLIP, and the tower of Gemma 3
-    image_size: int = 0  # pixels of an image's edge
+    # CLIP, SigLIP, Pixtral, and the tower of Gemma 3
+    image_size: int = 0  # pixels of an image's edge; 0 = images of all sizes
     # The states that the projector reads, one after the other: 0 = the embeddings of the patches,
     # i = the result of layer i - 1. Later layers than the largest of them are not computed.
     feature_layers: tuple[int, ...] = ()
     drops_first: bool = False  # the first state, which is CLIP's class token, is not read
     projector_activation: str = "gelu"
     projector_bias: bool = True
+    merger_norm_eps: float = 0.0  # of the norm before the merger of Mistral 3
     merge_size: int = 1  # patches of the edge of the square that gives one embedding
     # Qwen
     num_frames: int = 1  # frames of a patch; a still image is repeated
@@ -69,7 +72,17 @@ class VisionConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the MLPs are gated, and the norms are RMS norms."""
-        return self.kind is TowerKind.qwen2_5
+        return self.kind is TowerKind.qwen2_5 or not self.has_biases
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether the matrices of the layers have biases."""
+        return self.kind not in (TowerKind.pixtral, TowerKind.mistral3)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether the convolution of the patches has a dimension of frames, also for one frame."""
+        return self.kind in (TowerKind.qwen2, TowerKind.qwen2_5, TowerKind.qwen3)
 
     @property
     def num_used_layers(self) -> int:

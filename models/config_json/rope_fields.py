@@ -25,9 +25,11 @@ __all__ = (
     "read_rope_kinds",
     "rope_by_layer_type",
     "stretched_context",
+    "take_query_growth",
     "temperature_of",
 )
 
+_GROWTH = "llama_4_scaling_beta"
 _THETA = 10_000.0  # the default base of the frequencies (arXiv:2104.09864)
 _EVERY = {"rope_type", "rope_theta", "partial_rotary_factor"}
 _STRETCHED = _EVERY | {"factor", "original_max_position_embeddings"}
@@ -201,6 +203,42 @@ def read_query_temperature(hf_config: HFConfig) -> QueryTemperature | None:
         scale=float(hf_config.get("attn_scale", 0.1)),
         floor=float(hf_config.get("floor_scale", 8192)),
     )
+
+
+def take_query_growth(
+    hf_config: HFConfig, max_positions: int
+) -> tuple[dict[str, Any], QueryTemperature]:
+    """Separate the factor of the queries of Ministral 3 from the rotary parameters.
+
+    Args:
+        hf_config: the parsed config.json.
+        max_positions: the context that it states. The factor grows at each multiple of the original
+            context, which is this one if no other is stated.
+
+    Returns:
+        The config without the key of the factor, and the factor.
+
+    Raises:
+        ValueError: `llama_4_scaling_beta` is not a number.
+    """
+    parameters = _rope_parameters(hf_config)
+    scale = parameters.get(_GROWTH)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ValueError(  # noqa: TRY004 - the file is wrong
+            f"config.json: rope_parameters must have a number {_GROWTH}, got {scale!r}; with 0 "
+            "queries do not grow"
+        )
+    floor = _original_positions(hf_config, parameters) or max_positions
+    # transformers does not read the context among the rotary parameters.
+    unread = (_GROWTH, "max_position_embeddings")
+    cleaned = dict(hf_config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(stated := hf_config.get(name), Mapping):
+            cleaned[name] = {key: each for key, each in stated.items() if key not in unread}
+    temperature = QueryTemperature(
+        scale=float(scale), floor=float(floor), offset=0, in_all_layers=True
+    )
+    return cleaned, temperature
 
 
 def _rope_parameters(hf_config: HFConfig, default_theta: float = _THETA) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 __all__ = (
     "GEMMA3_TEXT",
     "LLAVA_TEXTS",
+    "MISTRAL3_TEXT",
+    "MISTRAL3_TEXTS",
     "QWEN2_TEXT",
     "QWEN2_VL_TEXT",
     "QWEN3_VL_MOE_TEXT",
@@ -61,6 +63,32 @@ GEMMA3_TEXT: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
+MISTRAL3_TEXTS: dict[str, dict[str, Any]] = {
+    "mistral": LLAVA_TEXTS["mistral"],
+    "ministral3": {
+        **LLAVA_TEXTS["mistral"],
+        "vocab_size": 131_072,
+        "num_hidden_layers": 34,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+    },
+}
+"""`model_type` of the decoder of a Mistral 3 -> its defaults."""
+
+MISTRAL3_TEXT: dict[str, Any] = {
+    **LLAVA_TEXTS["mistral"],
+    "model_type": "mistral",
+    "vocab_size": 131_072,
+    "hidden_size": 5120,
+    "intermediate_size": 32_768,
+    "num_hidden_layers": 40,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e9,
+    "sliding_window": None,
+}
+"""The decoder of a Mistral 3 config without `text_config`."""
+
 QWEN2_VL_TEXT: dict[str, Any] = {
     "vocab_size": 152_064,
     "hidden_size": 8192,

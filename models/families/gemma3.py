@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
+from ostinato.models.checkpoints.llava_layouts import SIGLIP_NAMES, with_projector
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import read_integer
@@ -16,7 +17,6 @@ from ostinato.models.config_json.towers.gemma3_tower_fields import read_gemma3_v
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.gemma2 import GEMMA2_LAYOUT
 from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE, LookaheadTensors
-from ostinato.models.vision.towers.clip_tower import SIGLIP_NAMES
 
 __all__ = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
@@ -59,17 +59,12 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         )
 
 
-_TOWER = r"(^|\.)vision_tower\.(vision_model\.)?"
-
-
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """A Gemma 3 with SigLIP. The tokens of an image see each other."""
 
     step_tensors = LookaheadTensors
     checkpoint_layout = replace(
-        GEMMA2_LAYOUT,
-        prefixes=("language_model.model.", "model.", "language_model.", "model."),
-        unprefixed=("vision_tower.", "multi_modal_projector."),
+        with_projector(GEMMA2_LAYOUT),
         aliases=(("vision_tower.", "vision_tower.vision_model."),),
         renamed=(
             *SIGLIP_NAMES,  # before those of the decoder, which has a `final_norm` too
@@ -77,10 +72,8 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
             ("vision.projection.weight", "multi_modal_projector.mm_input_projection_weight"),
             ("vision.embedding_norm.", "multi_modal_projector.mm_soft_emb_norm."),
         ),
-        merged=(*GEMMA2_LAYOUT.merged, ("qkv", ("q_proj", "k_proj", "v_proj"))),
         transposed=("vision.projection",),
-        ignored=(*GEMMA2_LAYOUT.ignored, _TOWER + r"head\."),
-        tower=(_TOWER, r"(^|\.)multi_modal_projector\."),
+        ignored=(*GEMMA2_LAYOUT.ignored, r"(^|\.)vision_tower\.(vision_model\.)?head\."),
     )
 
     @classmethod

@@ -1,10 +1,11 @@
-"""LLaVA 1.5 (arXiv:2310.03744): CLIP or SigLIP before Llama, Mistral, Qwen2 or Qwen3"""
+"""LLaVA 1.5 and Pixtral (arXiv:2310.03744, 2410.07073): a tower before Llama, Mistral or Qwen"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ostinato.models.checkpoints.llava_layouts import with_names_of, with_projector
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.text_defaults import LLAVA_TEXTS
@@ -16,10 +17,8 @@ from ostinato.models.families.qwen2 import Qwen2ForCausalLM
 from ostinato.models.families.qwen3 import Qwen3ForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.step_tensors import MediaTensors
-from ostinato.models.vision.towers.clip_tower import SIGLIP_NAMES
 
 __all__ = ("LlavaForConditionalGeneration",)
-
 
 # All of them have the checkpoint layout of Llama.
 _TEXTS: dict[str, type[LlamaForCausalLM]] = {
@@ -28,38 +27,18 @@ _TEXTS: dict[str, type[LlamaForCausalLM]] = {
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
 }
-_BASE = LlamaForCausalLM.checkpoint_layout
-_TOWER = r"(^|\.)vision_tower\.(vision_model\.)?"
-_UNUSED = (r"post_layernorm\.", r"head\.", r"embeddings\.position_ids$")
 
 
 class LlavaForConditionalGeneration(Decoder):
     """A decoder whose image tokens have the projected states of a vision tower."""
 
     step_tensors = MediaTensors
-    checkpoint_layout = replace(
-        _BASE,
-        prefixes=("language_model.model.", "model.", "language_model.", "model."),
-        unprefixed=("vision_tower.", "multi_modal_projector."),
-        aliases=(("vision_tower.", "vision_tower.vision_model."),),
-        renamed=(
-            *_BASE.renamed,
-            ("vision.projector.", "multi_modal_projector."),
-            ("vision.class_embedding", "vision_tower.embeddings.class_embedding"),
-            ("vision.pre_norm.", "vision_tower.pre_layrnorm."),
-            *SIGLIP_NAMES,
-        ),
-        merged=(*_BASE.merged, ("qkv", ("q_proj", "k_proj", "v_proj"))),
-        tower=(_TOWER, r"(^|\.)multi_modal_projector\."),
-    )
+    checkpoint_layout = with_projector(LlamaForCausalLM.checkpoint_layout)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         if config.vision is not None and self.vision is not None:
-            later = range(config.vision.num_used_layers, config.vision.num_layers)
-            unused = (*_UNUSED, *(rf"encoder\.layers\.{layer}\." for layer in later))
-            layout = self.checkpoint_layout
-            self.checkpoint_layout = layout.without(*(_TOWER + each for each in unused))
+            self.checkpoint_layout = with_names_of(config.vision, self.checkpoint_layout)
 
     @classmethod
     def read_config(

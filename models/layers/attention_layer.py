@@ -65,7 +65,10 @@ class Attention(nn.Module):
         self.qk_norm = spec.qk_norm
         if spec.qk_norm is QKNorm.unit and rope_kind is None:
             self.qk_norm = QKNorm.none
-        self.has_temperature = config.query_temperature is not None and rope_kind is None
+        temperature = config.query_temperature
+        self.has_temperature = temperature is not None and (
+            temperature.in_all_layers or rope_kind is None
+        )
         if spec.qk_norm is QKNorm.head and rope_kind is None:
             raise ValueError(
                 "a norm of each head (QKNorm.head) needs a layer with rotary positions"

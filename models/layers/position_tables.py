@@ -84,7 +84,7 @@ class TemperatureTable(nn.Module):
             factors = torch.empty(shape, dtype=torch.float32, device=options.device)
         else:
             positions = torch.arange(shape[0], dtype=torch.float32, device=options.device)
-            steps = torch.floor((positions + 1.0) / temperature.floor)
+            steps = torch.floor((positions + temperature.offset) / temperature.floor)
             factors = (torch.log1p(steps) * temperature.scale + 1.0).view(shape)
         self.register_buffer("factors", factors, persistent=False)
 

@@ -70,6 +70,11 @@ class TowerSizes(Protocol):
         """Whether the MLPs are gated, and the norms are RMS norms."""
         ...
 
+    @property
+    def has_biases(self) -> bool:
+        """Whether the matrices have biases."""
+        ...
+
 
 class TowerLinear(Linear):
     """A matrix of a tower."""
@@ -86,17 +91,17 @@ class _TowerMergedLinear(MergedLinear):
 class _Attention(nn.Module):
     def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.qkv = _TowerMergedLinear(size, (size, size, size), options, bias=True)
-        self.proj = TowerLinear(size, size, options, bias=True)
+        size, bias = config.hidden_size, config.has_biases
+        self.qkv = _TowerMergedLinear(size, (size, size, size), options, bias=bias)
+        self.proj = TowerLinear(size, size, options, bias=bias)
 
 
 class _MLP(nn.Module):
     def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
-        self.activation = config.activation
-        self.fc1 = TowerLinear(config.hidden_size, config.intermediate_size, options, bias=True)
-        self.fc2 = TowerLinear(config.intermediate_size, config.hidden_size, options, bias=True)
+        self.activation, bias = config.activation, config.has_biases
+        self.fc1 = TowerLinear(config.hidden_size, config.intermediate_size, options, bias=bias)
+        self.fc2 = TowerLinear(config.intermediate_size, config.hidden_size, options, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.fc2(activate(self.fc1(x), self.activation), residual)
@@ -105,11 +110,11 @@ class _MLP(nn.Module):
 class _GatedMLP(nn.Module):
     def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, bias = config.activation, config.has_biases
         sizes = (config.intermediate_size, config.intermediate_size)
-        self.gate_up_proj = _TowerMergedLinear(config.hidden_size, sizes, options, bias=True)
+        self.gate_up_proj = _TowerMergedLinear(config.hidden_size, sizes, options, bias=bias)
         self.down_proj = TowerLinear(
-            config.intermediate_size, config.hidden_size, options, bias=True
+            config.intermediate_size, config.hidden_size, options, bias=bias
         )
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:

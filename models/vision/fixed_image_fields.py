@@ -66,7 +66,7 @@ def read_fixed_images(
     if tower_type not in _FIXED_TOWERS:
         raise ValueError(
             f"config.json: vision_config.model_type={tower_type!r} is not supported; supported: "
-            f"{', '.join(_FIXED_TOWERS)}"
+            f"{', '.join((*_FIXED_TOWERS, 'pixtral'))}"
         )
     default_size, default_patch, num_class_tokens = _FIXED_TOWERS[tower_type]
     image_size = pair_of(tower, "image_size", default_size)

@@ -16,6 +16,7 @@ from ostinato.models.vision.fixed_image_fields import read_fixed_images
 from ostinato.models.vision.gemma3_image_fields import read_gemma3_images
 from ostinato.models.vision.image_processor_fields import HFConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.models.vision.pixtral_image_fields import MISTRAL3, read_pixtral_images
 from ostinato.models.vision.video_fields import read_video_spec
 
 __all__ = ("read_image_spec",)
@@ -35,6 +36,7 @@ def read_image_spec(
     max_frame_pixels: int | None = None,
     takes_videos: bool = True,
     token_text: Callable[[int], str],
+    token_id: Callable[[str], int | None],
 ) -> ImageSpec:
     """Read how a model takes images and videos.
 
@@ -47,18 +49,22 @@ def read_image_spec(
         max_frame_pixels: the setting `video.max_resized_pixels`, the same for a frame of a video.
         takes_videos: whether videos are served, if the model takes any.
         token_text: gives the text of a token id.
+        token_id: gives the id of an added token's text; None if there is no such token.
 
     Raises:
         ValueError: the files are missing, or a key has a value that is not supported. The message
             names the file, the key and the value.
     """
     model_type = hf_config.get("model_type")
-    if model_type not in _READERS:
+    if _has_pixtral(hf_config):
+        spec = read_pixtral_images(checkpoint_directory, hf_config, token_text, token_id)
+    elif model_type in _READERS:
+        spec = _READERS[model_type](checkpoint_directory, hf_config, token_text)
+    else:
         raise ValueError(
             f"config.json: images for model_type={model_type!r} are not supported; supported: "
-            f"{', '.join(_READERS)}"
+            f"{', '.join((*_READERS, MISTRAL3))}"
         )
-    spec = _READERS[model_type](checkpoint_directory, hf_config, token_text)
     video = None
     if takes_videos and model_type in DYNAMIC_PATCH:
         try:
@@ -77,17 +83,24 @@ def read_image_spec(
     return spec if max_resized_pixels is None else _lower_pixels(spec, max_resized_pixels)
 
 
+def _has_pixtral(hf_config: HFConfig) -> bool:
+    """Whether a model has the tower of Pixtral or Mistral 3."""
+    if hf_config.get("model_type") != "llava":
+        return hf_config.get("model_type") == MISTRAL3
+    return (hf_config.get("vision_config") or {}).get("model_type") == "pixtral"
+
+
 def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
     """The spec with images of at most so many pixels."""
+    least, what = spec.least_pixels, f"the model's min_pixels is {spec.min_pixels}"
     if spec.sizing is ImageSizing.fixed:
         height, width = spec.fixed_size
-        least, what = height * width, f"the model takes all images as {height}x{width}"
-    else:
-        least, what = spec.min_pixels, f"the model's min_pixels is {spec.min_pixels}"
+        what = f"the model takes all images as {height}x{width}"
+    elif spec.sizing is ImageSizing.shrunk:
+        what = f"the model takes images in whole squares of {spec.unit}x{spec.unit}"
     if max_resized_pixels < least:
         raise ValueError(
             f"images.max_resized_pixels={max_resized_pixels} must be at least {least}, because "
             f"{what}"
         )
-    lowered = min(spec.max_pixels, max_resized_pixels)
-    return msgspec.structs.replace(spec, max_pixels=lowered)
+    return spec.limited(max_resized_pixels)

@@ -25,6 +25,9 @@ class ImageSizing(StrEnum):
 
     fixed = "fixed"  # all images get the same size (CLIP, SigLIP)
     dynamic = "dynamic"  # the size is kept within limits and rounded to whole patches (Qwen-VL)
+    # The edges of a larger image are shortened, and all edges are rounded up to whole patches
+    # (Pixtral).
+    shrunk = "shrunk"
 
 
 class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,10 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Dynamic sizing: limits of height * width.
     min_pixels: int = 0
     max_pixels: int = 0
+    # Shrunk sizing: the longest (height, width), before they are rounded up.
+    max_edges: tuple[int, int] = (0, 0)
+    # The tokens that follow a row of embeddings, and the last row; None = rows follow each other.
+    row_ends: tuple[int, int] | None = None
     video: VideoSpec | None = None  # None = the model takes no videos
 
     def text_to_encode(self, text: str) -> str:
@@ -80,12 +87,36 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_tokens
         return height * width // self.unit**2
 
+    def count_row_tokens(self, width: int) -> int:
+        """Tokens of a row of a prepared image, with the one that ends it; 0 = nothing ends rows."""
+        return 0 if self.row_ends is None else width // self.unit + 1
+
     @property
     def max_tokens(self) -> int:
         """Embeddings of the largest image."""
         if self.sizing is ImageSizing.fixed:
             return self.num_tokens
+        if self.sizing is ImageSizing.shrunk:
+            return math.prod(-(-edge // self.unit) for edge in self.max_edges)
         return self._most_tokens(self.min_pixels, self.max_pixels)
+
+    @property
+    def least_pixels(self) -> int:
+        """The smallest limit of height * width that all prepared images can keep."""
+        if self.sizing is ImageSizing.fixed:
+            return math.prod(self.fixed_size)
+        return self.unit**2 if self.sizing is ImageSizing.shrunk else self.min_pixels
+
+    def limited(self, max_pixels: int) -> ImageSpec:
+        """The same for prepared images of at most so many pixels, at least `least_pixels`."""
+        if self.sizing is ImageSizing.dynamic:
+            return msgspec.structs.replace(self, max_pixels=min(self.max_pixels, max_pixels))
+        if self.sizing is ImageSizing.fixed:
+            return self
+        # The largest square of whole units keeps the limit, so a part of it keeps it too.
+        most = math.isqrt(max_pixels) // self.unit * self.unit
+        height, width = (min(edge, most) for edge in self.max_edges)
+        return msgspec.structs.replace(self, max_edges=(height, width))
 
     @property
     def max_pair_tokens(self) -> int:

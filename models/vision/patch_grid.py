@@ -69,7 +69,7 @@ def patch_places(
 
 
 def rotary_rows(
-    rows: Tensor, columns: Tensor, head_dim: int, theta: float
+    rows: Tensor, columns: Tensor, head_dim: int, theta: float, *, alternates: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of patches for rotary positions on two axes.
 
@@ -80,15 +80,18 @@ def rotary_rows(
         columns: [patches] int64.
         head_dim: elements of a head; a multiple of 4.
         theta: the base of the frequencies.
+        alternates: the frequencies of a head belong in turn to the row and the column (Pixtral);
+            otherwise both axes have the same ones.
 
     Returns:
         cos, sin: [patches, head_dim / 2] float32.
     """
     half = head_dim // 2
-    exponents = torch.arange(0, half, 2, dtype=torch.float32, device=rows.device) / half
-    frequencies = 1.0 / theta**exponents
+    exponents = torch.arange(0, half, 2, dtype=torch.float32, device=rows.device)
+    of_rows = 1.0 / theta ** (exponents / half)
+    of_columns = 1.0 / theta ** ((exponents + 1) / half) if alternates else of_rows
     angles = torch.cat(
-        (rows[:, None].float() * frequencies, columns[:, None].float() * frequencies), dim=1
+        (rows[:, None].float() * of_rows, columns[:, None].float() * of_columns), dim=1
     )
     return angles.cos(), angles.sin()
 

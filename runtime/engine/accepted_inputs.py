@@ -44,10 +44,10 @@ class AcceptedInputs(NamedTuple):
                 param="messages",
                 code="unsupported_parameter",
             )
-        num_tokens = sum({image.digest: image.num_tokens for image in request.images}.values())
-        if num_tokens > self.num_rows:
+        num_rows = sum({image.digest: image.num_rows for image in request.images}.values())
+        if num_rows > self.num_rows:
             raise InvalidRequestError(
-                f"the images of {name} have {num_tokens} tokens together, and at most "
+                f"the images of {name} have {num_rows} embeddings together, and at most "
                 f"{self.num_rows} fit (images.cache_tokens); send fewer or smaller images",
                 param="messages",
                 code="too_many_embeddings",

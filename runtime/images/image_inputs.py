@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-import msgspec
-
 from ostinato.conf.sections.images_schema import ImagesConfig
-from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
 from ostinato.runtime.media_files.media_kinds import MediaKind
@@ -91,15 +88,11 @@ def _small(spec: ImageSpec, name: str) -> ImageSpec:
     Raises:
         InvalidRequestError: the model's images are always larger.
     """
-    is_fixed = spec.sizing is ImageSizing.fixed
-    least = math.prod(spec.fixed_size) if is_fixed else spec.min_pixels
-    if least > SMALL_PIXELS:
+    if (least := spec.least_pixels) > SMALL_PIXELS:
         raise InvalidRequestError(
             f"{name}: detail 'low' means at most {SMALL_PIXELS} pixels, and this model's images"
             f" have at least {least}; leave detail out",
             param=name.partition(":")[0],
             code="unsupported_parameter",
         )
-    if is_fixed:
-        return spec
-    return msgspec.structs.replace(spec, max_pixels=min(spec.max_pixels, SMALL_PIXELS))
+    return spec.limited(SMALL_PIXELS)

@@ -15,7 +15,7 @@ from ostinato.runtime.media_files.decode_picture import (
     load_picture,
     picture_refusal,
 )
-from ostinato.runtime.media_files.resized_size import check_shape, resized_size
+from ostinato.runtime.media_files.resized_size import check_shape, resized_size, shrunk_size
 from ostinato.runtime.types.images import PromptImage, image_digest
 
 __all__ = ("ImageLimits", "prepare_image", "prepare_pil")
@@ -68,13 +68,15 @@ def _sized(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) 
     image = _fixed(image, spec, limits, name) if is_fixed else _dynamic(image, spec, name)
     width, height = image.size
     pixels = image.tobytes()
+    row_tokens = spec.count_row_tokens(width)
     return PromptImage(
         digest=image_digest(height, width, pixels),
         begin=0,
-        num_tokens=spec.count_tokens(height, width),
+        num_tokens=row_tokens * (height // spec.unit) or spec.count_tokens(height, width),
         height=height,
         width=width,
         pixels=pixels,
+        row_tokens=row_tokens,
     )
 
 
@@ -113,8 +115,11 @@ def _fixed(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) 
 
 
 def _dynamic(image: Image.Image, spec: ImageSpec, name: str) -> Image.Image:
-    """The image with edges of whole units of merged patches, and an area within the limits."""
+    """The image with edges of whole units of merged patches, within the limits."""
     width, height = image.size
     check_shape(height, width, name)
-    height, width = resized_size(height, width, spec.unit, spec.min_pixels, spec.max_pixels)
+    if spec.sizing is ImageSizing.shrunk:
+        height, width = shrunk_size(height, width, spec.unit, spec.max_edges)
+    else:
+        height, width = resized_size(height, width, spec.unit, spec.min_pixels, spec.max_pixels)
     return image.resize((width, height), spec.resample)

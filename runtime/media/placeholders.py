@@ -1,4 +1,7 @@
-"""Puts as many placeholder tokens into a prompt as its media have embeddings."""
+"""Puts as many placeholder tokens into a prompt as its media have embeddings.
+
+In some models, other tokens end the rows of an image (`ImageSpec.row_ends`).
+"""
 
 from __future__ import annotations
 
@@ -99,6 +102,15 @@ def _add(part: Part, token_id: int, expanded: list[int], placed: list[Part]) -> 
     expanded += [token_id] * part.num_tokens
 
 
+def _end_rows(image: PromptImage, row_ends: tuple[int, int], expanded: list[int]) -> None:
+    """Replace the last placeholder of each row of an image, which ends the prompt so far."""
+    after_row, after_image = row_ends
+    last_of_rows = range(len(expanded) - 1, len(expanded) - 1 - image.num_tokens, -image.row_tokens)
+    for index in last_of_rows:
+        expanded[index] = after_row
+    expanded[-1] = after_image
+
+
 def expand_placeholders(
     token_ids: list[int],
     media: Sequence[PreparedMedium],
@@ -108,6 +120,8 @@ def expand_placeholders(
     param: str,
 ) -> tuple[list[int], list[PromptImage]]:
     """Replace each placeholder token by as many as the image or video in its place has embeddings.
+
+    With `ImageSpec.row_ends`, such a token follows each row of an image.
 
     The first placeholder of an image stands for the first image, and so on; likewise for videos.
 
@@ -154,6 +168,8 @@ def expand_placeholders(
             expanded += token_ids[begin:end]
             for image in _images(medium):
                 _add(image, token_id, expanded, placed)
+                if spec.row_ends is not None and not is_video:
+                    _end_rows(image, spec.row_ends, expanded)
         begin = after
     expanded += token_ids[begin:]
     return expanded, placed

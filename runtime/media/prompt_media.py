@@ -171,7 +171,7 @@ def prepare_media(
         except InvalidRequestError as error:
             code = error.code or kind.invalid_code
             raise InvalidRequestError(str(error), param=param, code=code) from error
-        num_tokens += sum(part.num_tokens for part in medium.parts)
+        num_tokens += sum(part.num_rows for part in medium.parts)
         if num_tokens > model.media_cache_tokens:
             raise _too_many_tokens(media, medium, num_tokens, model, param)
         media.append(medium)

@@ -7,7 +7,7 @@ import math
 from ostinato.models.vision.image_spec import MAX_ASPECT_RATIO
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("check_shape", "resized_size")
+__all__ = ("check_shape", "resized_size", "shrunk_size")
 
 
 def check_shape(
@@ -68,3 +68,21 @@ def resized_size(
         scale = math.sqrt(least / (num_pictures * height * width))
         new_height, new_width = (math.ceil(edge * scale / unit) * unit for edge in (height, width))
     return new_height, new_width
+
+
+def shrunk_size(height: int, width: int, unit: int, most: tuple[int, int]) -> tuple[int, int]:
+    """The height and width within limits, rounded up to multiples of `unit`.
+
+    This is the function `get_resize_output_image_size` of transformers for Pixtral. There, an edge
+    can become 0. Here, it has at least one unit.
+
+    Args:
+        height: of the picture, in pixels.
+        width: of the picture, in pixels.
+        unit: pixels of the edge of a merged patch.
+        most: the largest height and width before they are rounded up.
+    """
+    ratio = max(height / most[0], width / most[1])
+    if ratio > 1:
+        height, width = (max(1, math.floor(edge / ratio)) for edge in (height, width))
+    return -(-height // unit) * unit, -(-width // unit) * unit

@@ -26,7 +26,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
 
     digest: bytes  # `image_digest`
     begin: int  # index of its first placeholder token in the prompt
-    num_tokens: int  # its placeholder tokens, one for each embedding
+    # Its tokens: a placeholder for each embedding, and with `row_tokens` the ends of rows.
+    num_tokens: int
     height: int  # pixels, after resizing
     width: int
     pixels: bytes = b""  # `shape` uint8 RGB; empty where they were left out
@@ -35,16 +36,19 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     time_offset: int = 0
     # The pair before it belongs to the same video, and both count positions from the same place.
     is_continued: bool = False
+    # Tokens of each row. The last one ends the row and has no embedding of the image. 0 = no token
+    # ends a row.
+    row_tokens: int = 0
 
     @property
     def end(self) -> int:
-        """The index after its last placeholder token."""
+        """The index after its last token."""
         return self.begin + self.num_tokens
 
     @property
     def num_rows(self) -> int:
         """Rows of the media tables that its embeddings take."""
-        return self.num_tokens
+        return self.num_tokens - (self.num_tokens // self.row_tokens if self.row_tokens else 0)
 
     @property
     def cache_key(self) -> bytes:

@@ -298,6 +298,18 @@ VARIANTS = {
         },
     ),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
+    "ministral3": Variant(
+        "ministral3",
+        {
+            **TWO_KV_HEADS,
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.7,
+            },
+        },
+    ),
     "mistral": Variant("mistral", {**TWO_KV_HEADS, "sliding_window": 11}),
     "mpt": Variant(
         "mpt",

@@ -32,6 +32,7 @@ from tests.models.vision.image_models import (
 )
 
 _ADDED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_ADDED_OF_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[PAD]")
 # transformers takes generated placeholder tokens for further images, so none are generated.
 _BANNED = dict.fromkeys(range(IMAGE, IMAGE + len(_ADDED)), -100.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias=_BANNED)
@@ -65,7 +66,13 @@ def make_image_model(name: str, directory: Path) -> ImageModel:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _ADDED])
+    added, template = _ADDED, _TEMPLATE
+    if variant.is_pixtral:
+        added = _ADDED_OF_PIXTRAL
+        template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "[IMG]")
+        patches = {"patch_size": variant.patch_size, "spatial_merge_size": variant.merge_size}
+        (directory / "processor_config.json").write_text(json.dumps(patches))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in added])
     tokenizer.save(str(directory / "tokenizer.json"))
     template = _TEMPLATE
     if variant.kind == "Gemma3":
@@ -87,6 +94,8 @@ def make_image_model(name: str, directory: Path) -> ImageModel:
             "size": {"shortest_edge": edge},
             "crop_size": {"height": edge, "width": edge},
         }
+    elif variant.is_pixtral:
+        processor = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}}
     else:
         processor = {
             "image_processor_type": "Qwen2VLImageProcessor",

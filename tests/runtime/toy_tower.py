@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from hashlib import blake2b
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -85,7 +86,14 @@ def toy_image(seed: int, height: int, width: int, begin: int = 0) -> PromptImage
     )
 
 
+def with_ends(image: PromptImage) -> PromptImage:
+    """The same image with a token that ends each row."""
+    return msgspec.structs.replace(
+        image, num_tokens=image.height * (image.width + 1), row_tokens=image.width + 1
+    )
+
+
 def toy_embeddings(image: PromptImage) -> Tensor:
-    """[num_tokens, WIDTH]: what the tower gives for an image."""
+    """[num_rows, WIDTH]: what the tower gives for an image."""
     colours = _added(torch.tensor(list(image.pixels)), image.shape)
     return torch.cat([colours, torch.ones(len(colours), 1)], 1)

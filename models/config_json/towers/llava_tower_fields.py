@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.config_json.hf_fields import read_activation, read_first, refuse_other_values
+from ostinato.models.config_json.towers.pixtral_tower_fields import PIXTRAL, read_pixtral_vision
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
+    feature_layers,
     tower_fields,
     tower_integer,
 )
@@ -30,7 +30,7 @@ _LLAVA_KINDS = {"clip_vision_model": TowerKind.clip, "siglip_vision_model": Towe
 
 
 def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
-    """The tower and the projector of LLaVA 1.5 (arXiv:2310.03744).
+    """The tower and the projector of LLaVA 1.5 (arXiv:2310.03744) or Pixtral.
 
     Args:
         hf_config: the parsed config.json.
@@ -41,10 +41,12 @@ def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
     """
     fields = tower_fields(hf_config, _LLAVA_TOWER)
     name = fields.get(PLACE + "model_type", "clip_vision_model")
+    if name == PIXTRAL:
+        return read_pixtral_vision(hf_config, output_size)
     if name not in _LLAVA_KINDS:
         raise ValueError(
             f"config.json: vision_config.model_type={name} is not supported; supported: "
-            f"{', '.join(_LLAVA_KINDS)}"
+            f"{', '.join((*_LLAVA_KINDS, PIXTRAL))}"
         )
     kind = _LLAVA_KINDS[name]
     refuse_other_values(fields, {PLACE + "num_channels": 3})
@@ -75,23 +77,9 @@ def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         ),
         patch_size=patch_size,
         image_size=image_size,
-        feature_layers=_feature_layers(hf_config.get("vision_feature_layer", -2), num_layers),
+        feature_layers=feature_layers(hf_config.get("vision_feature_layer", -2), num_layers),
         drops_first=strategy == "default",
         projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
         projector_bias=bool(hf_config.get("multimodal_projector_bias", True)),
     )
     return checked_tower(config, "num_attention_heads")
-
-
-def _feature_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
-    """`vision_feature_layer`, counted from the first state."""
-    listed = [stated] if type(stated) is int else stated
-    is_list = isinstance(listed, list | tuple) and bool(listed)
-    if not is_list or any(
-        type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in listed
-    ):
-        raise ValueError(
-            f"config.json: vision_feature_layer={stated!r} must be one or several of "
-            f"{-num_layers - 1} to {num_layers}, the states of a tower of {num_layers} layers"
-        )
-    return tuple(each if each >= 0 else num_layers + 1 + each for each in listed)

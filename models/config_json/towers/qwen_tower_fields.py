@@ -11,6 +11,7 @@ from ostinato.models.config_json.hf_fields import read_activation, read_first, r
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
+    spatial_theta,
     tower_fields,
     tower_integer,
     tower_integers,
@@ -19,7 +20,6 @@ from ostinato.models.config_json.towers.tower_fields import (
 __all__ = ("read_qwen2_5_vision", "read_qwen2_vision", "read_qwen3_vision")
 
 _QWEN_EPS = 1e-6  # of all norms; no config states it
-_SPATIAL_KEYS = {"rope_type", "rope_theta"}
 
 
 def read_qwen2_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
@@ -143,25 +143,5 @@ def _qwen_fields(
         "patch_size": tower_integer(fields, "patch_size", patch_size),
         "merge_size": tower_integer(fields, "spatial_merge_size", 2),
         "num_frames": tower_integer(fields, "temporal_patch_size", 2),
-        "rope_theta": _spatial_theta(fields),
+        "rope_theta": spatial_theta(fields),
     }
-
-
-def _spatial_theta(fields: Mapping[str, Any]) -> float:
-    """The base of the frequencies of a tower's rotary positions."""
-    parameters: HFConfig = fields.get(PLACE + "rope_parameters") or {}
-    stated = {key: value for key, value in parameters.items() if value is not None}
-    kind, unknown = stated.get("rope_type", "axial"), stated.keys() - _SPATIAL_KEYS
-    # transformers reads `default` as `axial` here.
-    if kind not in ("axial", "default"):
-        raise ValueError(
-            f"config.json: vision_config.rope_parameters.rope_type={kind!r} is not supported, only "
-            "'axial'"
-        )
-    if unknown:
-        raise ValueError(
-            f"config.json: vision_config.rope_parameters with {', '.join(sorted(unknown))} is not "
-            f"supported; its keys are {', '.join(sorted(_SPATIAL_KEYS))}"
-        )
-    theta = read_first(fields, PLACE + "rope_theta", default=10_000.0)
-    return float(stated.get("rope_theta", theta))

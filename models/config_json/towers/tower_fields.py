@@ -10,11 +10,20 @@ from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import VisionConfig
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_first, read_integer
 
-__all__ = ("PLACE", "checked_tower", "tower_fields", "tower_integer", "tower_integers")
+__all__ = (
+    "PLACE",
+    "checked_tower",
+    "feature_layers",
+    "spatial_theta",
+    "tower_fields",
+    "tower_integer",
+    "tower_integers",
+)
 
 PLACE = "vision_config."
+_SPATIAL_KEYS = {"rope_type", "rope_theta"}
 
 
 def tower_fields(hf_config: HFConfig, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -37,6 +46,44 @@ def tower_integers(key: str, stated: object) -> tuple[int, ...]:
             f"config.json: vision_config.{key} must be a list of integers, got {stated!r}"
         )
     return tuple(stated)
+
+
+def feature_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
+    """`vision_feature_layer`, counted from the first state.
+
+    Raises:
+        ValueError: the tower has no such state.
+    """
+    listed = [stated] if type(stated) is int else stated
+    is_list = isinstance(listed, list | tuple) and bool(listed)
+    if not is_list or any(
+        type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in listed
+    ):
+        raise ValueError(
+            f"config.json: vision_feature_layer={stated!r} must be one or several of "
+            f"{-num_layers - 1} to {num_layers}, the states of a tower of {num_layers} layers"
+        )
+    return tuple(each if each >= 0 else num_layers + 1 + each for each in listed)
+
+
+def spatial_theta(fields: Mapping[str, Any]) -> float:
+    """The base of the frequencies of a tower's rotary positions."""
+    parameters: HFConfig = fields.get(PLACE + "rope_parameters") or {}
+    stated = {key: value for key, value in parameters.items() if value is not None}
+    kind, unknown = stated.get("rope_type", "axial"), stated.keys() - _SPATIAL_KEYS
+    # transformers reads `default` as `axial` here.
+    if kind not in ("axial", "default"):
+        raise ValueError(
+            f"config.json: vision_config.rope_parameters.rope_type={kind!r} is not supported, only "
+            "'axial'"
+        )
+    if unknown:
+        raise ValueError(
+            f"config.json: vision_config.rope_parameters with {', '.join(sorted(unknown))} is not "
+            f"supported; its keys are {', '.join(sorted(_SPATIAL_KEYS))}"
+        )
+    theta = read_first(fields, PLACE + "rope_theta", default=10_000.0)
+    return float(stated.get("rope_theta", theta))
 
 
 def checked_tower(config: VisionConfig, heads_key: str, *, rotates: bool = False) -> VisionConfig:

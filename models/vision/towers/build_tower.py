@@ -6,19 +6,22 @@ from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.vision.towers.clip_tower import ClipTower
 from ostinato.models.vision.towers.gemma3_tower import Gemma3Tower
+from ostinato.models.vision.towers.pixtral_tower import PixtralTower
 from ostinato.models.vision.towers.qwen3_tower import Qwen3Tower
 from ostinato.models.vision.towers.qwen_tower import QwenTower
 from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("build_tower",)
 
-_TOWERS: dict[TowerKind, type[ClipTower | Gemma3Tower | QwenTower]] = {
+_TOWERS: dict[TowerKind, type[ClipTower | Gemma3Tower | PixtralTower | QwenTower]] = {
     TowerKind.clip: ClipTower,
     TowerKind.siglip: ClipTower,
     TowerKind.gemma3: Gemma3Tower,
     TowerKind.qwen2: QwenTower,
     TowerKind.qwen2_5: QwenTower,
     TowerKind.qwen3: Qwen3Tower,
+    TowerKind.pixtral: PixtralTower,
+    TowerKind.mistral3: PixtralTower,
 }
 
 

@@ -13,48 +13,13 @@ from torch import Tensor, nn
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm
-from ostinato.models.media.tower_layers import (
-    TowerBlock,
-    TowerLinear,
-    run_block,
-    tower_options,
-    units,
-)
+from ostinato.models.media.tower_layers import TowerBlock, tower_options, units
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import split_patches
-from ostinato.models.vision.towers.patch_layers import PatchEmbedding
+from ostinato.models.vision.towers.patch_layers import PatchEmbedding, Projector, run_features
 from ostinato.models.vision.towers.vision_tower import VisionTower
-from ostinato.ops.activation import activate
 
-__all__ = ("SIGLIP_NAMES", "ClipTower", "FixedTower")
-
-SIGLIP_NAMES = (
-    ("vision.blocks.", "vision_tower.encoder.layers."),
-    ("vision.patch_embed.", "vision_tower.embeddings.patch_embedding."),
-    ("vision.position_embedding", "vision_tower.embeddings.position_embedding.weight"),
-    ("vision.final_norm.", "vision_tower.post_layernorm."),
-    (".norm1.", ".layer_norm1."),
-    (".norm2.", ".layer_norm2."),
-    (".attn.", ".self_attn."),
-    (".self_attn.proj.", ".self_attn.out_proj."),
-)
-"""(our name, the name in checkpoints) of the tensors of a `FixedTower`."""
-
-
-class _Projector(nn.Module):
-    """Two matrices with an activation between them."""
-
-    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
-        super().__init__()
-        self.activation = config.projector_activation
-        bias = config.projector_bias
-        size = config.hidden_size * len(config.feature_layers)
-        self.linear_1 = TowerLinear(size, config.output_size, options, bias=bias)
-        self.linear_2 = TowerLinear(config.output_size, config.output_size, options, bias=bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """[T, hidden_size * states] -> [T, output_size]."""
-        return self.linear_2(activate(self.linear_1(features), self.activation))
+__all__ = ("ClipTower", "FixedTower")
 
 
 class FixedTower(VisionTower):
@@ -78,29 +43,22 @@ class FixedTower(VisionTower):
             TowerBlock(config, options) for _ in range(config.num_used_layers)
         )
 
-    def compute_states(
-        self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int, wanted: Sequence[int]
-    ) -> Generator[None, None, list[Tensor]]:
+    def compute_features(
+        self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int, layers: Sequence[int]
+    ) -> Generator[None, None, Tensor]:
         """Compute the states of an image, in units, as `encode` does.
 
         Args:
             pixels: as `encode` takes them.
             spec: how the colours are scaled.
             rows_per_unit: patches of a unit.
-            wanted: numbers of layers. 0 = the states before the first layer.
+            layers: the layers whose results are wanted. 0 = the states before the first layer.
 
         Returns:
-            For each wanted layer its result, [positions, D].
+            [positions, D * layers], the results one after the other.
         """
         hidden = self._embed(pixels, spec)
-        states = {0: hidden.clone()} if 0 in wanted else {}
-        yield
-        for number, block in enumerate(self.blocks, 1):
-            assert isinstance(block, TowerBlock), "the list has blocks only"
-            yield from run_block(block, hidden, None, rows_per_unit)
-            if number in wanted:
-                states[number] = hidden.clone()
-        return [states[number] for number in wanted]
+        return (yield from run_features(self.blocks, hidden, None, layers, rows_per_unit))
 
     def _embed(self, pixels: Tensor, spec: ImageSpec) -> Tensor:
         """The states before the first layer: [positions, D]."""
@@ -122,14 +80,13 @@ class ClipTower(FixedTower):
 
     def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
-        self.projector = _Projector(config, tower_options(options))
+        self.projector = Projector(config, tower_options(options))
 
     def encode(
         self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
     ) -> Generator[None, None, Tensor]:
-        wanted = self.config.feature_layers
-        states = yield from self.compute_states(pixels, spec, rows_per_unit, wanted)
-        features = torch.cat(states, dim=1)
+        layers = self.config.feature_layers
+        features = yield from self.compute_features(pixels, spec, rows_per_unit, layers)
         if self.config.drops_first:
             features = features[1:]
         parts: list[Tensor] = []

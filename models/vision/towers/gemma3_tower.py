@@ -31,7 +31,7 @@ class Gemma3Tower(FixedTower):
         self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
     ) -> Generator[None, None, Tensor]:
         last = len(self.blocks)
-        (hidden,) = yield from self.compute_states(pixels, spec, rows_per_unit, (last,))
+        hidden = yield from self.compute_features(pixels, spec, rows_per_unit, (last,))
         edge = self.config.merge_size
         columns = self.config.image_size // self.config.patch_size // edge
         states = self.final_norm(hidden)

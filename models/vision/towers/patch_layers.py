@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
-from ostinato.models.media.tower_layers import TowerLinear, units
+from ostinato.models.media.tower_layers import Rows, TowerBlock, TowerLinear, run_block, units
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.ops.activation import activate
 
-__all__ = ("Merger", "PatchEmbedding")
+__all__ = ("Merger", "PatchEmbedding", "Projector", "run_features")
 
 
 class PatchEmbedding(TowerLinear):
@@ -30,9 +30,7 @@ class PatchEmbedding(TowerLinear):
         size = 3 * config.num_frames * config.patch_size**2
         super().__init__(size, config.hidden_size, options, bias=bias)
         self.num_frames = config.num_frames
-        # Only the towers of Qwen have a dimension of frames, also if there is one frame.
-        is_flat = config.kind in (TowerKind.clip, TowerKind.siglip, TowerKind.gemma3)
-        frames = () if is_flat else (config.num_frames,)
+        frames = (config.num_frames,) if config.has_frames else ()
         self.kernel = (3, *frames, config.patch_size, config.patch_size)
 
     def embed(self, patches: Tensor, spec: ImageSpec) -> Tensor:
@@ -93,3 +91,48 @@ class Merger(nn.Module):
             parts.append(self(hidden[rows]))
             yield
         return torch.cat(parts)
+
+
+class Projector(nn.Module):
+    """Two matrices with an activation between them, from states of the tower to embeddings."""
+
+    def __init__(self, config: VisionConfig, options: BuildOptions) -> None:
+        super().__init__()
+        self.activation = config.projector_activation
+        bias = config.projector_bias
+        size = config.hidden_size * len(config.feature_layers)
+        self.linear_1 = TowerLinear(size, config.output_size, options, bias=bias)
+        self.linear_2 = TowerLinear(config.output_size, config.output_size, options, bias=bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[T, hidden_size * states] -> [T, output_size]."""
+        return self.linear_2(activate(self.linear_1(features), self.activation))
+
+
+def run_features(
+    blocks: Iterable[nn.Module],
+    hidden: Tensor,
+    rope: Rows | None,
+    layers: Sequence[int],
+    rows_per_unit: int,
+) -> Generator[None, None, Tensor]:
+    """Run the blocks of a tower, in units, and keep the states that its projector reads.
+
+    Args:
+        blocks: `TowerBlock`s whose patches see the whole image.
+        hidden: [T, D] the states before the first block. The blocks replace them.
+        rope: cosines and sines of the patches; None = the blocks rotate nothing.
+        layers: `VisionConfig.feature_layers`.
+        rows_per_unit: patches of a unit.
+
+    Returns:
+        [T, D * len(layers)] the states after these layers, one beside the other.
+    """
+    states = {0: hidden.clone()} if 0 in layers else {}
+    yield
+    for number, block in enumerate(blocks, 1):
+        assert isinstance(block, TowerBlock), "the list has blocks only"
+        yield from run_block(block, hidden, rope, rows_per_unit)
+        if number in layers:
+            states[number] = hidden.clone()
+    return torch.cat([states[number] for number in layers], dim=1)

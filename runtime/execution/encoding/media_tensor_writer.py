@@ -13,6 +13,7 @@ from ostinato.models.step_tensors import GridTensors, LookaheadTensors, MediaTen
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.execution.encoding.rank_encoder import RankEncoder
 from ostinato.runtime.images.grid_positions import grid_positions
+from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
@@ -27,7 +28,12 @@ class _Prompt:
         self.media_rows = np.zeros(num_tokens, dtype=np.int64)  # [num_tokens]
         self.ends = np.zeros(num_tokens, dtype=np.int32)  # [num_tokens]; index after the image
         for one in request.media:
-            self.media_rows[one.begin : one.end] = encoder.rows_of(one.digest)
+            rows, places = encoder.rows_of(one.digest), self.media_rows[one.begin : one.end]
+            if isinstance(one, PromptImage) and one.row_tokens:
+                ended = places.reshape(-1, one.row_tokens)  # a view
+                ended[:, :-1] = rows.reshape(-1, one.row_tokens - 1)
+            else:
+                places[:] = rows
             self.ends[one.begin : one.end] = one.end
         self.positions: np.ndarray | None = None  # [num_tokens, 3]
         self.delta = 0  # of the positions after the prompt

@@ -47,6 +47,7 @@ def read_images(
             max_frame_pixels=config.video.max_resized_pixels,
             takes_videos=config.video.max_per_request > 0,
             token_text=token_text,
+            token_id=files.added_token_ids().get,
         )
     except ValueError as error:
         raise StartupError(str(error)) from error

@@ -81,6 +81,7 @@ OF_FAMILY = {
     "Glm4MoeLiteForCausalLM": LATENT,
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
     "LlavaForConditionalGeneration": {"text_config": {**LLAMA, "model_type": "llama"}},
+    "Mistral3ForConditionalGeneration": {"text_config": {**LLAMA, "num_key_value_heads": 8}},
     "Qwen2AudioForConditionalGeneration": SOUNDS,
     "Qwen2VLForConditionalGeneration": IMAGES,
     "Qwen2_5_VLForConditionalGeneration": IMAGES,

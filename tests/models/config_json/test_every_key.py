@@ -180,6 +180,8 @@ OTHER_DEFAULTS = {
 MISSING = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    # transformers unties the head if a checkpoint has one. The files that state nothing have one.
+    "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},
     # By default the tower's results are not of the decoder's size.
     "Qwen2VLForConditionalGeneration": {"vision_config": {"hidden_size": 8192}},
     "Qwen2_5_VLForConditionalGeneration": {"vision_config": {"out_hidden_size": 8192}},

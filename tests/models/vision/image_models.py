@@ -91,7 +91,22 @@ class ImageVariant:
     @property
     def is_fixed(self) -> bool:
         """Whether all images have one size."""
-        return self.kind in ("Llava", "Gemma3")
+        return self.kind in ("Llava", "Gemma3") and not self.is_pixtral
+
+    @property
+    def is_pixtral(self) -> bool:
+        """Whether the tower is that of Pixtral or Mistral 3."""
+        return self.settings["vision_config"].get("model_type") == "pixtral"
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels of a patch's edge."""
+        return self.settings["vision_config"]["patch_size"]
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of the edge of the square that gives one embedding."""
+        return 1 if self.kind in ("Llava", "Gemma3") else 2
 
 
 def _llava(tower: str, text: dict[str, Any], **settings: Any) -> ImageVariant:
@@ -102,6 +117,16 @@ def _llava(tower: str, text: dict[str, Any], **settings: Any) -> ImageVariant:
     )
 
 
+_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": _PATCH,
+    "initializer_range": 0.15,
+}
 VARIANTS = {
     "llava": _llava("clip_vision_model", {**_TEXT, "model_type": "llama"}),
     "llava-mistral": _llava(
@@ -132,6 +157,33 @@ VARIANTS = {
             "boi_token_index": 192,
             "eoi_token_index": 193,
             "mm_tokens_per_image": 4,
+        },
+    ),
+    "pixtral": ImageVariant(
+        "Llava",
+        {
+            "text_config": {
+                **_TEXT,
+                "model_type": "mistral",
+                "head_dim": 24,
+                "sliding_window": None,
+            },
+            "vision_config": {**_PIXTRAL, "hidden_act": "silu"},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "image_token_index": IMAGE,
+        },
+    ),
+    "mistral3": ImageVariant(
+        "Mistral3",
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "rms_norm_eps": 0.01},
+            "vision_config": {
+                **_PIXTRAL,
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 70.0},
+            },
+            "vision_feature_layer": -2,
+            "image_token_index": IMAGE,
         },
     ),
     "qwen2-vl": ImageVariant(
@@ -184,6 +236,20 @@ VARIANTS = {
     ),
 }
 
+_GROWING = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "max_position_embeddings": 640,
+    "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.6,
+}  # fmt: skip
+# Another decoder. Few tests need it.
+MINISTRAL3 = ImageVariant(
+    "Mistral3",
+    {
+        **VARIANTS["mistral3"].settings,
+        "text_config": {**_TEXT, "model_type": "ministral3", "rope_parameters": _GROWING},
+        "tie_word_embeddings": False,
+    },
+)
+
 
 def hf_config_of(variant: ImageVariant) -> Any:
     """The configuration object of transformers."""
@@ -208,15 +274,16 @@ def reference_model(variant: ImageVariant) -> PreTrainedModel:
 
 def spec_of(variant: ImageVariant) -> ImageSpec:
     """How pixels are scaled for the models of this module."""
+    sizing = ImageSizing.shrunk if variant.is_pixtral else ImageSizing.dynamic
     return ImageSpec(
-        sizing=ImageSizing.fixed if variant.is_fixed else ImageSizing.dynamic,
+        sizing=ImageSizing.fixed if variant.is_fixed else sizing,
         placeholder_id=IMAGE,
         placeholder="<image>",
         marked_placeholder="<image>",
         mean=MEAN,
         std=STD,
-        patch_size=_CLIP["patch_size"] if variant.is_fixed else _PATCH,
-        merge_size=1 if variant.is_fixed else 2,
+        patch_size=variant.patch_size,
+        merge_size=variant.merge_size,
     )
 
 
@@ -237,6 +304,13 @@ def hf_inputs(variant: ImageVariant, images: Listed[Tensor]) -> dict[str, Tensor
     ]
     if variant.is_fixed:
         return {"pixel_values": torch.stack([image.permute(2, 0, 1) for image in scaled])}
+    if variant.is_pixtral:  # images of a batch are padded
+        sizes = torch.tensor([image.shape[:2] for image in scaled])
+        height, width = sizes.max(0).values.tolist()
+        padded = torch.zeros(len(scaled), 3, height, width)
+        for place, image in zip(padded, scaled, strict=True):
+            place[:, : image.shape[0], : image.shape[1]] = image.permute(2, 0, 1)
+        return {"pixel_values": padded, "image_sizes": sizes}
     patches, grids = [], []
     for image in scaled:
         rows, columns = image.shape[0] // _PATCH, image.shape[1] // _PATCH
@@ -404,7 +478,7 @@ def hf_logits(
     if variant.kind == "Gemma3":
         given["token_type_ids"] = (ids == IMAGE).long()
     places = torch.arange(len(token_ids)).expand(3, -1)
-    if not variant.is_fixed and images:
+    if images and not (variant.is_fixed or variant.is_pixtral):
         kinds = (ids == IMAGE).int()
         given["mm_token_type_ids"] = kinds
         inner: Any = model.model

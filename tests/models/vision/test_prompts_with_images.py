@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.step_tensors import LookaheadTensors
 from tests.models.vision.image_models import (
+    MINISTRAL3,
     TOLERANCE,
     VARIANTS,
     ImageDriver,
@@ -79,6 +81,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     reference = reference_model(variant)
     reference.save_pretrained(directory)
     return Pair(variant, reference, *load(directory))
+
+
+def test_the_queries_of_ministral3_grow(tmp_path: Path) -> None:
+    reference = reference_model(MINISTRAL3)
+    reference.save_pretrained(tmp_path)
+    pair = Pair(MINISTRAL3, reference, *load(tmp_path))
+    sequence, expected = pair.prepare(12, 12, 3)
+    assert len(sequence.token_ids) > 2 * 20  # they have grown twice
+    logits = pair.driver().prefill(sequence, [7, len(sequence.token_ids) - 7])
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(

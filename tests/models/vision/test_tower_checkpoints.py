@@ -38,6 +38,17 @@ OTHER_NAMES = {
         ("vision_tower.", "model.vision_tower."),
         ("multi_modal_projector.", "model.multi_modal_projector."),
     ],
+    "pixtral, new": [
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ],
+    "mistral3, new": [
+        ("language_model.model.", "model.language_model."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ],
     "llava-siglip, hub": [("vision_tower.", "vision_tower.vision_model.")],
     "qwen2-vl, new": [("model.", "model.language_model."), ("visual.", "model.visual.")],
     "qwen2.5-vl, new": [("model.", "model.language_model."), ("visual.", "model.visual.")],
@@ -113,6 +124,8 @@ def test_a_missing_tensor_of_the_tower_is_named(
         "llava-mistral": "multi_modal_projector.linear_2.weight",
         "llava-siglip": "vision_tower.encoder.layers.2.self_attn.k_proj.bias",
         "gemma3": "multi_modal_projector.mm_input_projection_weight",
+        "pixtral": "vision_tower.transformer.layers.2.feed_forward.up_proj.weight",
+        "mistral3": "multi_modal_projector.patch_merger.merging_layer.weight",
         "qwen2-vl": "visual.merger.mlp.0.bias",
         "qwen2.5-vl": "visual.blocks.1.mlp.up_proj.weight",
         "qwen3-vl": "model.visual.deepstack_merger_list.1.norm.weight",
@@ -129,8 +142,11 @@ def test_a_missing_tensor_of_the_tower_is_named(
 def test_an_unknown_tensor_of_the_tower_is_named(
     name: str, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    is_fixed = VARIANTS[name].is_fixed
-    place = "vision_tower.encoder.layers.7" if is_fixed else "visual.blocks.7"
+    place = "visual.blocks.7"
+    if VARIANTS[name].is_fixed:
+        place = "vision_tower.encoder.layers.7"
+    elif VARIANTS[name].is_pixtral:
+        place = "vision_tower.transformer.layers.7"
     tensors = {**tensors_of(saved[name]), f"{place}.other.weight": torch.zeros(2)}
     directory = rewrite(saved[name], tmp_path / "other", tensors)
     with pytest.raises(CheckpointError, match=rf"has unexpected tensor {place}\.other\.weight"):
@@ -157,23 +173,23 @@ def test_a_model_without_room_for_images_has_no_tower(name: str, saved: dict[str
 def test_layers_that_are_not_computed_may_be_missing(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    """LLaVA reads the result of the last layer but one."""
-    tensors = tensors_of(saved["llava"])
-    fewer = {
-        name: each
-        for name, each in tensors.items()
-        if not name.startswith("vision_tower.encoder.layers.2.")
-    }
-    assert len(fewer) < len(tensors)
-    directory = rewrite(saved["llava"], tmp_path / "other", fewer)
-    assert_same(load(saved["llava"])[0], load(directory)[0])
+    """LLaVA reads the result of the last layer but one. So does this Mistral 3."""
+    for variant, layer in (
+        ("llava", "vision_tower.encoder.layers.2."),
+        ("mistral3", "vision_tower.transformer.layers.2."),
+    ):
+        tensors = tensors_of(saved[variant])
+        fewer = {name: each for name, each in tensors.items() if not name.startswith(layer)}
+        assert len(fewer) < len(tensors)
+        directory = rewrite(saved[variant], tmp_path / variant, fewer)
+        assert_same(load(saved[variant])[0], load(directory)[0])
 
 
 def matrices(model: Decoder) -> dict[str, LinearBase]:
     return {name: each for name, each in model.named_modules() if isinstance(each, LinearBase)}
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2.5-vl", "qwen3-vl"])
 def test_int8_on_load_leaves_the_tower_as_it_is(name: str, saved: dict[str, Path]) -> None:
     floats, _ = load(saved[name], pack=True)
     model, _ = load(saved[name], pack=True, quantization=Quantization.int8)
@@ -193,7 +209,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.method)
-@pytest.mark.parametrize("case", ["qwen2.5-vl", "qwen2.5-vl, new", "llava", "llava, new"])
+@pytest.mark.parametrize(
+    "case", ["qwen2.5-vl", "qwen2.5-vl, new", "llava", "llava, new", "mistral3"]
+)
 def test_quantised_checkpoints_have_a_float_tower(
     case: str, form: Form, saved: dict[str, Path], tmp_path: Path
 ) -> None:

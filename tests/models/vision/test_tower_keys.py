@@ -12,7 +12,15 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
 from ostinato.models.registry import model_class
 from tests.models.config_json.test_every_key import NEUTRAL, mutations
-from tests.models.vision.image_models import VARIANTS, ImageVariant, hf_class_of, hf_config_of
+from tests.models.vision.image_models import (
+    MINISTRAL3,
+    VARIANTS,
+    ImageVariant,
+    hf_class_of,
+    hf_config_of,
+)
+
+ALL = {**VARIANTS, "ministral3": MINISTRAL3}
 
 # Keys without effect: those that other modules read, those of training and of other tasks.
 EXTRA = {
@@ -34,6 +42,10 @@ NEUTRAL_IN = {
     "llava-siglip": WINDOW | {"tie_word_embeddings"},
     # Only the key at the top level is read. `layer_types` is there, so the interval has no effect.
     "gemma3": {"_sliding_window_pattern", "text_config.tie_word_embeddings", *GEMMA_TOKENS},
+    "pixtral": {"image_size"},  # transformers 5.24 does not read it
+    # The key is true at the top level.
+    "mistral3": {"image_size", "text_config.tie_word_embeddings"},
+    "ministral3": {"image_size", "text_config.rope_parameters.max_position_embeddings"},
     "qwen2-vl": WINDOW,
     "qwen2.5-vl": WINDOW | {"text_config.tie_word_embeddings"},
     # Only the key at the top level is read.
@@ -51,9 +63,9 @@ def read(config: dict[str, Any]) -> ModelConfig:
     return model_class(config["architectures"][0]).read_config(config)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_no_key_is_ignored(name: str) -> None:
-    config = config_of(VARIANTS[name])
+    config = config_of(ALL[name])
     expected = read(config)
     ignored = set[str]()
     for key, changed in mutations(config):
@@ -67,10 +79,10 @@ def test_no_key_is_ignored(name: str) -> None:
     assert left == set()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     """Of a configuration with the defaults in its parts, each key may be left out."""
-    variant = VARIANTS[name]
+    variant = ALL[name]
     settings = {
         part: {"model_type": variant.settings[part]["model_type"]}
         for part in ("text_config", "vision_config")
@@ -82,9 +94,10 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     }
     if variant.kind == "Gemma3":
         config["mm_tokens_per_image"] = 49  # the default does not fit the default tower
-    size_key = {"Gemma3": "", "Llava": "", "Qwen2VL": "hidden_size"}.get(
-        variant.kind, "out_hidden_size"
-    )
+    if variant.is_pixtral:
+        config["vision_feature_select_strategy"] = "full"
+    sizes = {"Gemma3": "", "Llava": "", "Mistral3": "", "Qwen2VL": "hidden_size"}
+    size_key = sizes.get(variant.kind, "out_hidden_size")
     if size_key:
         hidden_size = config["text_config"]["hidden_size"]
         config["vision_config"] = {**config["vision_config"], size_key: hidden_size}
@@ -163,7 +176,31 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llava", {"vision_feature_layer": []}, r"vision_feature_layer=\[\]"),
     ("llava", {"vision_feature_select_strategy": "cls"}, "supported: default, full"),
     ("llava", {"text_config": {"model_type": "gemma"}}, "text_config.model_type=gemma"),
-    ("llava", {"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type=pixtral"),
+    ("llava", {"vision_config": {"model_type": "dinov2"}}, "vision_config.model_type=dinov2"),
+    (
+        "pixtral",
+        {"vision_feature_select_strategy": "default"},
+        "vision_feature_select_strategy='default' is not supported with .*it must be 'full'",
+    ),
+    ("pixtral", {"vision_config": {"head_dim": 8}}, "head_dim=8 is not .* which is 16"),
+    ("pixtral", {"vision_config": {"hidden_size": 36}}, "four times the number of heads"),
+    ("pixtral", {"vision_config": {"patch_size": [4, 4]}}, "patch_size must be an integer"),
+    (
+        "pixtral",
+        {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}},
+        "vision_config.rope_parameters.rope_type='yarn'",
+    ),
+    ("pixtral", {"vision_feature_layer": [0, 4]}, r"=\[0, 4\] must be one or several of -4 to 3"),
+    ("mistral3", {"vision_feature_layer": [-1, -2]}, r"vision_feature_layer=\[-1, -2\] is not"),
+    ("mistral3", {"vision_config": {"model_type": "dinov2"}}, "vision_config.model_type=dinov2"),
+    ("mistral3", {"text_config": {"model_type": "gemma"}}, "text_config.model_type=gemma"),
+    ("mistral3", {"spatial_merge_size": 0}, "spatial_merge_size must be an integer of at least 1"),
+    ("mistral3", {"text_config": 3}, "text_config must be an object"),
+    (
+        "ministral3",
+        {"text_config": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}},
+        "rope_parameters must have a number llama_4_scaling_beta, got None",
+    ),
     ("llava", {"vision_config": {"num_channels": 1}}, "vision_config.num_channels=1 is not"),
     ("llava", {"vision_config": {"patch_size": 5}}, "image_size=28 must be a multiple"),
     (
@@ -232,7 +269,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_unsupported_values_are_refused_by_name(
     name: str, changes: dict[str, Any], words: str
 ) -> None:
-    config = config_of(VARIANTS[name])
+    config = config_of(ALL[name])
     for key, value in changes.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     with pytest.raises(ValueError, match=words) as error:
@@ -240,9 +277,9 @@ def test_unsupported_values_are_refused_by_name(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_what_the_page_lists_is_refused_by_its_key(name: str) -> None:
-    config = config_of(VARIANTS[name])
+    config = config_of(ALL[name])
     listed = LISTED[config["architectures"][0]]
     assert listed
     for key, value, _, _ in listed:

@@ -18,7 +18,7 @@ from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from tests.runtime.toy_sounds import SOUND_SPEC, toy_sound
-from tests.runtime.toy_tower import toy_image, toy_pair
+from tests.runtime.toy_tower import toy_image, toy_pair, with_ends
 
 SOUNDS = AcceptedInputs(12, sounds=SOUND_SPEC)
 AUDIO = AudioSpec(
@@ -56,6 +56,14 @@ def test_images_that_never_fit_are_refused(num_rows: int) -> None:
     error = refusal(AcceptedInputs(num_rows), request(toy_image(1, 3, 2)))
     assert ("takes none" if num_rows == 0 else "at most 5 fit") in str(error)
     assert error.param == "messages"
+
+
+def test_tokens_that_end_rows_need_no_room() -> None:
+    image = with_ends(toy_image(1, 3, 2))
+    assert (image.num_tokens, image.num_rows) == (9, 6)
+    AcceptedInputs(6).check(request(image))
+    error = refusal(AcceptedInputs(5), request(image))
+    assert "have 6 embeddings together, and at most 5 fit (images.cache_tokens)" in str(error)
 
 
 def test_videos_with_more_positions_than_the_model_has_are_refused() -> None:

@@ -33,6 +33,7 @@ from tests.runtime.toy_tower import (
     toy_embeddings,
     toy_image,
     toy_pair,
+    with_ends,
 )
 
 NUM_ROWS = 12
@@ -105,8 +106,11 @@ class EncodingQueueMachine(RuleBasedStateMachine):
         self.count = 0
 
     def make(self, seed: int, height: int, width: int, is_other: bool) -> Medium:
-        """An image, or a pair of frames."""
-        return (toy_pair if is_other else toy_image)(seed, height, width)
+        """An image, of which one has tokens that end rows, or a pair of frames."""
+        if is_other:
+            return toy_pair(seed, height, width)
+        image = toy_image(seed, height, width)
+        return with_ends(image) if seed == 1 else image
 
     def embeddings(self, one: Medium) -> torch.Tensor:
         """What the tower gives for it."""
@@ -129,7 +133,7 @@ class EncodingQueueMachine(RuleBasedStateMachine):
         try:
             self.inputs.check(one)
         except InvalidRequestError:
-            sizes = {each.digest: each.num_tokens for each in media}
+            sizes = {each.digest: each.num_rows for each in media}
             assert sum(sizes.values()) > NUM_ROWS
             return
         bare = self.queue.add(one)

@@ -32,7 +32,10 @@ class Served(NamedTuple):
     llm: LLM
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+FAMILIES = ["llava", "gemma3", "pixtral", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -119,9 +122,14 @@ LONG_WAYS = ["parallel.tensor=2", "parallel.pipeline=2"]
     ("name", "way"),
     [
         *((name, way) for name in ("gemma3", "qwen3-vl") for way in WAYS),
+        ("mistral3", WAYS[3]),  # chunks of a few tokens
         *(("qwen3-vl", way) for way in LONG_WAYS),
         *(pytest.param("llava", way, marks=pytest.mark.slow) for way in (*WAYS, *LONG_WAYS)),
-        *(pytest.param("gemma3", way, marks=pytest.mark.slow) for way in LONG_WAYS),
+        *(
+            pytest.param(name, way, marks=pytest.mark.slow)
+            for name in ("gemma3", "mistral3")
+            for way in LONG_WAYS
+        ),
         *(
             pytest.param(name, "graphs.form=model", marks=pytest.mark.slow)
             for name in ("gemma3", "llava", "qwen3-vl")
@@ -198,7 +206,7 @@ def test_requests_that_cannot_be_served_are_refused(served):
     token_ids, images = prompt(llm, [1], CAT, [2])
     many = [
         msgspec.structs.replace(images[0], digest=number.to_bytes(32, "little"))
-        for number in range(1 + llm.model.media_cache_tokens // images[0].num_tokens)
+        for number in range(1 + llm.model.media_cache_tokens // images[0].num_rows)
     ]
     request = Request(request_id="a", prompt_token_ids=token_ids, sampling=GREEDY, images=many)
     with pytest.raises(InvalidRequestError, match=r"images\.cache_tokens"):

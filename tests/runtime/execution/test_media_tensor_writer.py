@@ -26,7 +26,15 @@ from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
 from tests.runtime.toy_sounds import SOUND_SPEC, ToySoundTower, toy_sound, toy_sound_embeddings
 from tests.runtime.toy_sounds import WIDTH as SOUND_WIDTH
-from tests.runtime.toy_tower import SPEC, WIDTH, ToyTower, toy_embeddings, toy_image, toy_pair
+from tests.runtime.toy_tower import (
+    SPEC,
+    WIDTH,
+    ToyTower,
+    toy_embeddings,
+    toy_image,
+    toy_pair,
+    with_ends,
+)
 
 NUM_ROWS, BLOCK = 256, 4
 
@@ -56,6 +64,22 @@ def prompts(draw: st.DrawFn) -> Request:
 
 
 @st.composite
+def prompts_with_ends(draw: st.DrawFn) -> Request:
+    """A prompt of texts, and of images whose rows end with tokens."""
+    images: list[PromptImage] = []
+    token_ids: list[int] = []
+    for _ in range(draw(st.integers(0, 3))):
+        token_ids += [1] * draw(st.integers(0, 3))
+        seed, height, width = (draw(st.integers(*limits)) for limits in ((0, 1), (1, 3), (1, 3)))
+        images.append(with_ends(toy_image(seed, height, width, len(token_ids))))
+        token_ids += ([SPEC.placeholder_id] * width + [3]) * height
+    token_ids += [2] * draw(st.integers(1, 3))
+    return Request(
+        request_id="r", prompt_token_ids=token_ids, sampling=SamplingParams(), images=images
+    )
+
+
+@st.composite
 def prompts_with_sounds(draw: st.DrawFn) -> Request:
     """A prompt of texts and sounds. Those of two windows have no text between them."""
     sounds: list[PromptSound] = []
@@ -77,8 +101,8 @@ def encode_all(requests: list[Request], encoder: InputEncoder) -> RankEncoder:
     media = {one.digest: one for request in requests for one in request.media}
     row = 1
     for digest, one in media.items():
-        rows = list(range(row, row + one.num_tokens))
-        row += one.num_tokens
+        rows = list(range(row, row + one.num_rows))
+        row += one.num_rows
         rank.begin(BeginEncoding(digest, rows, one.shape, one.data, []))
     rank.advance(AdvanceEncodings(60.0, []))
     return rank
@@ -157,6 +181,35 @@ def test_every_token_has_the_row_and_the_position_of_its_prompt(requests, chunks
             assert host.rope_positions[begin + offset].tolist() == expected
 
     run_steps(requests, chunks, buffers, MediaTensorWriter(buffers, rank, SPEC), check)
+
+
+@given(st.lists(prompts_with_ends(), min_size=1, max_size=3), CHUNKS)
+def test_a_token_that_ends_a_row_has_its_own_embedding(requests, chunks):
+    """Placeholder tokens have the rows of their embeddings, in order; all other tokens have 0."""
+    table = torch.zeros(1 + NUM_ROWS, WIDTH)
+    rank = encode_all(requests, ImageEncoder(ToyTower(), [table], SPEC))
+    buffers = make_buffers(MediaTensors)
+    host = buffers.host
+    assert isinstance(host, MediaTensors)
+    expected: dict[int, list[torch.Tensor | None]] = {}
+    for request in requests:
+        embeddings = iter([one for image in request.images for one in toy_embeddings(image)])
+        expected[id(request)] = [
+            next(embeddings) if token == SPEC.placeholder_id else None
+            for token in request.prompt_token_ids
+        ]
+        assert next(embeddings, None) is None
+
+    def check(begin: int, entry: ScheduledSequence, request: Request) -> None:
+        for offset in range(entry.num_new_tokens):
+            row, place = host.media_rows[begin + offset, 0], entry.start + offset
+            wanted = expected[id(request)][place : place + 1] or [None]
+            if wanted[0] is None:
+                assert row == 0
+            else:
+                assert torch.equal(table[row], wanted[0])
+
+    run_steps(requests, chunks, buffers, MediaTensorWriter(buffers, rank, None), check)
 
 
 @given(st.lists(prompts_with_sounds(), min_size=1, max_size=3), CHUNKS)

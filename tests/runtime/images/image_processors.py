@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -30,10 +32,13 @@ class Processor(NamedTuple):
     kind: type
     make: Callable[[], Any]
     config: dict[str, Any]
+    whole: dict[str, Any] = {}  # what processor_config.json has, if there is one
 
     def save(self, directory: Path) -> Path:
-        """Write preprocessor_config.json."""
+        """Write preprocessor_config.json and processor_config.json."""
         self.make().save_pretrained(directory)
+        if self.whole:
+            (directory / "processor_config.json").write_text(json.dumps(self.whole))
         return directory
 
 
@@ -49,6 +54,12 @@ def _gemma(image_size: int) -> dict[str, Any]:
 
 def _qwen(name: str, **vision: Any) -> dict[str, Any]:
     return getattr(transformers, name)(vision_config=vision).to_dict()
+
+
+def _pixtral(name: str, patch_size: int, **other: Any) -> dict[str, Any]:
+    vision = {"model_type": "pixtral", "patch_size": patch_size}
+    made = getattr(transformers, name)(vision_config=vision, image_token_index=10, **other)
+    return made.to_dict()
 
 
 _QWEN_SIZE = {"shortest_edge": 4 * 784, "longest_edge": 12 * 784}
@@ -83,6 +94,17 @@ PROCESSORS = {
         lambda: Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
         _gemma(28),
     ),
+    "pixtral": Processor(
+        PixtralImageProcessorPil,
+        lambda: PixtralImageProcessorPil(size={"longest_edge": 80}),
+        _pixtral("LlavaConfig", 16, vision_feature_select_strategy="full"),
+    ),
+    "mistral3": Processor(
+        PixtralImageProcessorPil,
+        lambda: PixtralImageProcessorPil(size={"height": 70, "width": 90}, resample=2),
+        _pixtral("Mistral3Config", 7),
+        {"patch_size": 7, "spatial_merge_size": 2},
+    ),
     "qwen2_vl": Processor(
         Qwen2VLImageProcessorPil,
         lambda: Qwen2VLImageProcessorPil(size=_QWEN_SIZE),
@@ -106,19 +128,25 @@ PROCESSORS = {
 }
 
 
+TOKEN_IDS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+
+
 def token_text(token_id: int) -> str:
-    return f"<{token_id}>"
+    return "[IMG]" if token_id == TOKEN_IDS["[IMG]"] else f"<{token_id}>"
 
 
 def read_spec(directory: Path, config: dict[str, Any], **options: Any) -> ImageSpec:
-    return read_image_spec(directory, config, **{"token_text": token_text, **options})
+    settings = {"token_text": token_text, "token_id": TOKEN_IDS.get, **options}
+    return read_image_spec(directory, config, **settings)
 
 
 def reference_colours(processor: Any, image: Image.Image, spec: ImageSpec) -> NDArray[Any]:
     """What transformers makes of an image: [height, width, 3]."""
-    result = processor(image, return_tensors="np")
+    # PixtralProcessor gives the size of a merged patch to its image processor.
+    unit = {"patch_size": spec.unit} if spec.sizing is ImageSizing.shrunk else {}
+    result = processor(image, return_tensors="np", **unit)
     values = np.asarray(result["pixel_values"])
-    if spec.sizing is ImageSizing.fixed:
+    if spec.sizing is not ImageSizing.dynamic:
         return np.moveaxis(values[0], 0, -1)
     (_, rows, columns), patch, merge = result["image_grid_thw"][0], spec.patch_size, spec.merge_size
     values = values.reshape(rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
@@ -83,6 +84,8 @@ def test_pixels_are_those_of_transformers(name: str, loaded: dict[str, Loaded]):
     @given(st.integers(1, 120), st.integers(1, 120), st.sampled_from(MODES), st.integers(0, 99))
     def check(width: int, height: int, mode: str, seed: int):
         case = loaded[name]
+        # In transformers, the edge of an image that is shrunk can become 0.
+        assume(case.spec.sizing is not ImageSizing.shrunk or min(width, height) > 1)
         image = in_mode(picture(width, height, seed), mode, seed)
         before = (image.mode, dict(image.info), image.tobytes())
         prepared = prepare_pil(image, case.spec, LIMITS, "image")
@@ -91,9 +94,11 @@ def test_pixels_are_those_of_transformers(name: str, loaded: dict[str, Loaded]):
         assert (image.mode, image.info, image.tobytes()) == before
         unit = (case.spec.patch_size * case.spec.merge_size) ** 2
         is_fixed = case.spec.sizing is ImageSizing.fixed
-        assert prepared.num_tokens == (
+        assert prepared.num_rows == (
             case.spec.num_tokens if is_fixed else prepared.height * prepared.width // unit
         )
+        num_ends = prepared.height // case.spec.unit if case.spec.row_ends else 0
+        assert prepared.num_tokens == prepared.num_rows + num_ends
 
     check()
 
@@ -227,7 +232,39 @@ def test_no_image_has_more_tokens_than_the_largest(
     assert prepared.num_tokens == prepared.height * prepared.width // unit
 
 
-@pytest.mark.parametrize("name", ["clip", "qwen2_vl"])
+@given(
+    st.integers(1, 900), st.integers(1, 900), st.integers(1, 90), st.integers(1, 90),
+    st.integers(1, 9), st.integers(0, 4000),
+)  # fmt: skip
+@settings(deadline=None, max_examples=150)
+def test_a_shrunk_image_keeps_the_limits(
+    width: int, height: int, high: int, wide: int, unit: int, more: int
+):
+    """Besides the sizes that have no pixels in transformers, they are those of its function."""
+    spec = ImageSpec(
+        sizing=ImageSizing.shrunk, placeholder_id=9, placeholder="x", marked_placeholder="x",
+        mean=(0, 0, 0), std=(1, 1, 1), patch_size=unit, max_edges=(high, wide), resample=0,
+        row_ends=(7, 8),
+    )  # fmt: skip
+    limits = ImageLimits(max_bytes=0, max_pixels=1 << 24)
+    image = Image.new("RGB", (width, height))
+    if max(width, height) > 200 * min(width, height):
+        return
+    prepared = prepare_pil(image, spec, limits, "image")
+    expected = get_resize_output_image_size(
+        np.zeros((height, width, 3)), (high, wide), unit, input_data_format="channels_last"
+    )
+    assert (prepared.height, prepared.width) == tuple(max(edge, unit) for edge in expected)
+    assert prepared.num_rows == prepared.height * prepared.width // unit**2 <= spec.max_tokens
+    most = spec.least_pixels + more
+    limited = spec.limited(most)
+    smaller = prepare_pil(image, limited, limits, "image")
+    assert smaller.height * smaller.width <= most
+    assert smaller.num_rows <= limited.max_tokens
+    assert spec.limited(1 << 20) == spec
+
+
+@pytest.mark.parametrize("name", ["clip", "qwen2_vl", "pixtral"])
 def test_long_and_narrow_images_are_refused(name: str, loaded: dict[str, Loaded]):
     spec = loaded[name].spec
     for size in ((201, 1), (1, 201)):

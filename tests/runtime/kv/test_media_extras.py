@@ -12,7 +12,7 @@ from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 from tests.runtime.toy_sounds import toy_sound
-from tests.runtime.toy_tower import toy_image, toy_pair
+from tests.runtime.toy_tower import toy_image, toy_pair, with_ends
 
 BLOCK = 4
 
@@ -39,11 +39,12 @@ IMAGES = st.lists(
 
 
 def place(parts: list[tuple[int, int, int, int]]) -> list[PromptImage]:
-    """Images one after the other, each after a gap of text."""
+    """Images one after the other, each after a gap of text. Tokens end the rows of some."""
     images: list[PromptImage] = []
     begin = 0
     for seed, height, width, gap in parts:
-        images.append(toy_image(seed, height, width, begin + gap))
+        image = toy_image(seed, height, width, begin + gap)
+        images.append(with_ends(image) if height == 1 else image)
         begin = images[-1].end
     return images
 
