@@ -19,6 +19,8 @@ class TowerKind(StrEnum):
     qwen2 = "qwen2"  # rotary positions, a merger of patches
     qwen2_5 = "qwen2.5"  # as Qwen2, with windows, gated MLPs and RMS norms
     qwen3 = "qwen3"  # rotary and interpolated positions, mergers for layers of the decoder
+    internvl = "internvl"  # as CLIP, with scales after each layer, and a merger of patches
+    idefics3 = "idefics3"  # as SigLIP, with positions for any size, and a merger of patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +40,22 @@ class VisionConfig:
     norm_eps: float
     patch_size: int  # pixels of a patch's edge
     # CLIP and SigLIP
-    image_size: int = 0  # pixels of an image's edge
+    image_size: int = 0  # pixels of an image's edge; Idefics3: those for which positions are stored
     # The states that the projector reads, one after the other: 0 = the embeddings of the patches,
     # i = the result of layer i - 1. Later layers than the largest of them are not computed.
     feature_layers: tuple[int, ...] = ()
     drops_first: bool = False  # the first state, which is CLIP's class token, is not read
     projector_activation: str = "gelu"
     projector_bias: bool = True
-    # Qwen
+    # InternVL
+    has_positions: bool = True  # there is a table of positions
+    has_last_norm: bool = False  # there is a norm after the last layer
+    qkv_bias: bool = True  # queries, keys and values have biases
+    qk_norm: bool = False  # queries and keys have RMS norms over all heads
+    has_rms_norms: bool = False  # the norms of the layers are RMS norms
+    # InternVL, Idefics3 and Qwen
     merge_size: int = 1  # patches of the edge of the square that gives one embedding
+    # Qwen
     num_frames: int = 1  # frames of a patch; a still image is repeated
     rope_theta: float = 10_000.0
     window: int = 0  # embeddings of a window's edge; 0 = no windows

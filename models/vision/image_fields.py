@@ -6,6 +6,7 @@ which effect. This module imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +16,19 @@ from ostinato.models.vision.dynamic_image_fields import DYNAMIC_PATCH, read_dyna
 from ostinato.models.vision.fixed_image_fields import read_fixed_images
 from ostinato.models.vision.image_processor_fields import HFConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.models.vision.tile_spec import TileGrid, TileSpec
+from ostinato.models.vision.tiled_image_fields import read_idefics_images, read_intern_images
 from ostinato.models.vision.video_fields import read_video_spec
 
 __all__ = ("read_image_spec",)
 
-_READERS = {"llava": read_fixed_images, **dict.fromkeys(DYNAMIC_PATCH, read_dynamic_images)}
+_READERS = {
+    "llava": read_fixed_images,
+    "internvl": read_intern_images,
+    "idefics3": read_idefics_images,
+    "smolvlm": read_idefics_images,
+    **dict.fromkeys(DYNAMIC_PATCH, read_dynamic_images),
+}
 
 
 def read_image_spec(
@@ -74,6 +83,8 @@ def read_image_spec(
 
 def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
     """The spec with images of at most so many pixels."""
+    if spec.tiles is not None:
+        return msgspec.structs.replace(spec, tiles=_fewer_tiles(spec.tiles, max_resized_pixels))
     if spec.sizing is ImageSizing.fixed:
         height, width = spec.fixed_size
         least, what = height * width, f"the model takes all images as {height}x{width}"
@@ -86,3 +97,19 @@ def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
         )
     lowered = min(spec.max_pixels, max_resized_pixels)
     return msgspec.structs.replace(spec, max_pixels=lowered)
+
+
+def _fewer_tiles(tiles: TileSpec, max_resized_pixels: int) -> TileSpec:
+    """The tiles of images whose grids have at most so many pixels."""
+    most = max_resized_pixels // tiles.edge**2
+    if most < tiles.min_tiles:
+        what = "a tile has" if tiles.min_tiles == 1 else f"{tiles.min_tiles} tiles have"
+        raise ValueError(
+            f"images.max_resized_pixels={max_resized_pixels} must be at least "
+            f"{tiles.min_tiles * tiles.edge**2}, because {what} so many pixels"
+        )
+    if tiles.grid is TileGrid.nearest:
+        return msgspec.structs.replace(tiles, max_tiles=min(tiles.max_tiles, most))
+    # All grids are within the square one.
+    longest = min(tiles.longest_edge, math.isqrt(most) * tiles.edge // 2 * 2)
+    return msgspec.structs.replace(tiles, longest_edge=longest)

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from ostinato.models.vision.tile_spec import TileSpec
 from ostinato.models.vision.video_spec import VideoSpec
 
 __all__ = ("MAX_ASPECT_RATIO", "ImageSizing", "ImageSpec")
@@ -25,6 +26,7 @@ class ImageSizing(StrEnum):
 
     fixed = "fixed"  # all images get the same size (CLIP, SigLIP)
     dynamic = "dynamic"  # the size is kept within limits and rounded to whole patches (Qwen-VL)
+    tiles = "tiles"  # an image is cut into tiles of one size (InternVL, Idefics3)
 
 
 class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +51,11 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     shortest_edge: int = 0  # the length to which the shorter edge is resized; 0 = `size` is used
     size: tuple[int, int] = (0, 0)  # (height, width) to which the image is resized
     crop: tuple[int, int] = (0, 0)  # (height, width) that are cut out of the middle; 0 = no cut
-    num_tokens: int = 0  # embeddings of every image
+    num_tokens: int = 0  # embeddings of every image, or of every tile
     # Dynamic sizing: limits of height * width.
     min_pixels: int = 0
     max_pixels: int = 0
+    tiles: TileSpec | None = None  # with `ImageSizing.tiles`
     video: VideoSpec | None = None  # None = the model takes no videos
 
     @property
@@ -62,19 +65,26 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_size(self) -> tuple[int, int]:
-        """Fixed sizing: (height, width) of every prepared image."""
+        """(height, width) of every prepared image or tile; (0, 0) with dynamic sizing."""
+        if self.tiles is not None:
+            return self.tiles.edge, self.tiles.edge
         return self.crop if self.crop != (0, 0) else self.size
 
     def count_tokens(self, height: int, width: int) -> int:
-        """Embeddings of a prepared image of this size."""
-        if self.sizing is ImageSizing.fixed:
+        """Embeddings of a prepared image or tile of this size."""
+        if self.sizing is not ImageSizing.dynamic:
             return self.num_tokens
         return height * width // self.unit**2
 
     @property
     def max_tokens(self) -> int:
-        """Embeddings of the largest image."""
-        if self.sizing is ImageSizing.fixed:
+        """Embeddings of the largest image, in all its tiles."""
+        return self.max_encoded_tokens * (1 if self.tiles is None else self.tiles.max_parts)
+
+    @property
+    def max_encoded_tokens(self) -> int:
+        """Embeddings of the largest image or tile, which the tower makes at once."""
+        if self.sizing is not ImageSizing.dynamic:
             return self.num_tokens
         return self._most_tokens(self.min_pixels, self.max_pixels)
 

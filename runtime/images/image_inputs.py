@@ -13,7 +13,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
 from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.media_urls import data_url_bytes, is_data_url
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import PreparedImages
 
 __all__ = (
     "SMALL_PIXELS",
@@ -54,7 +54,7 @@ def prepare_image_source(
     config: ImagesConfig,
     name: str,
     fetched: Mapping[str, bytes],
-) -> PromptImage:
+) -> PreparedImages:
     """Decode and resize an image. Pillow is imported with the first image.
 
     Args:
@@ -65,7 +65,7 @@ def prepare_image_source(
         fetched: URL -> the bytes that were fetched; has the source's URL, unless it is a data URL.
 
     Returns:
-        The image with `begin` 0.
+        The image, or its tiles.
 
     Raises:
         InvalidRequestError: the image is not valid, or too large.
@@ -88,11 +88,13 @@ def prepare_image_source(
 def _small(spec: ImageSpec, name: str) -> ImageSpec:
     """The spec for an image with `detail` low: at most `SMALL_PIXELS` after it is resized.
 
+    An image that would be cut into tiles is one tile.
+
     Raises:
         InvalidRequestError: the model's images are always larger.
     """
-    is_fixed = spec.sizing is ImageSizing.fixed
-    least = math.prod(spec.fixed_size) if is_fixed else spec.min_pixels
+    is_dynamic = spec.sizing is ImageSizing.dynamic
+    least = spec.min_pixels if is_dynamic else math.prod(spec.fixed_size)
     if least > SMALL_PIXELS:
         raise InvalidRequestError(
             f"{name}: detail 'low' means at most {SMALL_PIXELS} pixels, and this model's images"
@@ -100,6 +102,9 @@ def _small(spec: ImageSpec, name: str) -> ImageSpec:
             param=name.partition(":")[0],
             code="unsupported_parameter",
         )
-    if is_fixed:
+    if spec.tiles is not None:
+        whole = msgspec.structs.replace(spec.tiles, is_split=False)
+        return msgspec.structs.replace(spec, tiles=whole)
+    if not is_dynamic:
         return spec
     return msgspec.structs.replace(spec, max_pixels=min(spec.max_pixels, SMALL_PIXELS))

@@ -30,7 +30,9 @@ def test_rows_are_added_as_on_a_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["captured", "compiled", "eager"])
-@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    "name", ["llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl", "smolvlm"]
+)
 def test_answers_are_those_of_transformers(name: str, mode: str, tmp_path: Path) -> None:
     model = make_image_model(name, tmp_path)
     with image_llm(

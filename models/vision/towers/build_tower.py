@@ -5,18 +5,22 @@ from __future__ import annotations
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.vision.towers.clip_tower import ClipTower
+from ostinato.models.vision.towers.idefics_tower import IdeficsTower
+from ostinato.models.vision.towers.intern_tower import InternTower
 from ostinato.models.vision.towers.qwen3_tower import Qwen3Tower
 from ostinato.models.vision.towers.qwen_tower import QwenTower
 from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("build_tower",)
 
-_TOWERS: dict[TowerKind, type[ClipTower | QwenTower]] = {
+_TOWERS: dict[TowerKind, type[ClipTower | IdeficsTower | InternTower | QwenTower]] = {
     TowerKind.clip: ClipTower,
     TowerKind.siglip: ClipTower,
     TowerKind.qwen2: QwenTower,
     TowerKind.qwen2_5: QwenTower,
     TowerKind.qwen3: Qwen3Tower,
+    TowerKind.internvl: InternTower,
+    TowerKind.idefics3: IdeficsTower,
 }
 
 

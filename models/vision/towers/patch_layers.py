@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ostinato.models.media.tower_layers import TowerLinear, units
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.ops.activation import activate
 
-__all__ = ("Merger", "PatchEmbedding")
+__all__ = ("Merger", "PatchEmbedding", "run_squares")
 
 
 class PatchEmbedding(TowerLinear):
@@ -31,8 +31,8 @@ class PatchEmbedding(TowerLinear):
         super().__init__(size, config.hidden_size, options, bias=bias)
         self.num_frames = config.num_frames
         # Only the towers of Qwen have a dimension of frames, also if there is one frame.
-        is_flat = config.kind in (TowerKind.clip, TowerKind.siglip)
-        frames = () if is_flat else (config.num_frames,)
+        has_frames = config.kind in (TowerKind.qwen2, TowerKind.qwen2_5, TowerKind.qwen3)
+        frames = (config.num_frames,) if has_frames else ()
         self.kernel = (3, *frames, config.patch_size, config.patch_size)
 
     def embed(self, patches: Tensor, spec: ImageSpec) -> Tensor:
@@ -87,9 +87,26 @@ class Merger(nn.Module):
 
     def run(self, hidden: Tensor, rows_per_unit: int) -> Generator[None, None, Tensor]:
         """All hidden states [T, D] -> [T / num_merged, output_size], in units."""
-        parts: list[Tensor] = []
-        step = max(1, rows_per_unit // self.num_merged) * self.num_merged
-        for rows in units(len(hidden), step):
-            parts.append(self(hidden[rows]))
-            yield
-        return torch.cat(parts)
+        return (yield from run_squares(self, hidden, self.num_merged, rows_per_unit))
+
+
+def run_squares(
+    merge: Callable[[Tensor], Tensor], hidden: Tensor, num_merged: int, rows_per_unit: int
+) -> Generator[None, None, Tensor]:
+    """Merge the patches of all squares, in units.
+
+    Args:
+        merge: [squares * num_merged, D] -> [squares, output_size].
+        hidden: [T, D], the patches of each square one after the other.
+        num_merged: patches of a square.
+        rows_per_unit: patches of a unit.
+
+    Returns:
+        [T / num_merged, output_size].
+    """
+    parts: list[Tensor] = []
+    step = max(1, rows_per_unit // num_merged) * num_merged
+    for rows in units(len(hidden), step):
+        parts.append(merge(hidden[rows]))
+        yield
+    return torch.cat(parts)

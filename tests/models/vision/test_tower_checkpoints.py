@@ -38,6 +38,12 @@ OTHER_NAMES = {
         ("vision_tower.", "model.vision_tower."),
         ("multi_modal_projector.", "model.multi_modal_projector."),
     ],
+    "internvl, new": [
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ],
     "llava-siglip, hub": [("vision_tower.", "vision_tower.vision_model.")],
     "qwen2-vl, new": [("model.", "model.language_model."), ("visual.", "model.visual.")],
     "qwen2.5-vl, new": [("model.", "model.language_model."), ("visual.", "model.visual.")],
@@ -112,6 +118,11 @@ def test_a_missing_tensor_of_the_tower_is_named(
         "llava": "vision_tower.embeddings.class_embedding",
         "llava-mistral": "multi_modal_projector.linear_2.weight",
         "llava-siglip": "vision_tower.encoder.layers.2.self_attn.k_proj.bias",
+        "internvl": "vision_tower.encoder.layer.1.lambda_2",
+        "internvl-qwen3": "vision_tower.layernorm.bias",
+        "internvl-llama": "multi_modal_projector.layer_norm.weight",
+        "idefics3": "model.connector.modality_projection.proj.weight",
+        "smolvlm": "model.vision_model.embeddings.position_embedding.weight",
         "qwen2-vl": "visual.merger.mlp.0.bias",
         "qwen2.5-vl": "visual.blocks.1.mlp.up_proj.weight",
         "qwen3-vl": "model.visual.deepstack_merger_list.1.norm.weight",
@@ -128,7 +139,12 @@ def test_a_missing_tensor_of_the_tower_is_named(
 def test_an_unknown_tensor_of_the_tower_is_named(
     name: str, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    place = "vision_tower.encoder.layers.7" if name.startswith("llava") else "visual.blocks.7"
+    place = {
+        "llava": "vision_tower.encoder.layers.7",
+        "internvl": "vision_tower.encoder.layer.7",
+        "idefics3": "model.vision_model.encoder.layers.7",
+        "smolvlm": "model.vision_model.encoder.layers.7",
+    }.get(name.split("-")[0], "visual.blocks.7")
     tensors = {**tensors_of(saved[name]), f"{place}.other.weight": torch.zeros(2)}
     directory = rewrite(saved[name], tmp_path / "other", tensors)
     with pytest.raises(CheckpointError, match=rf"has unexpected tensor {place}\.other\.weight"):
@@ -171,7 +187,7 @@ def matrices(model: Decoder) -> dict[str, LinearBase]:
     return {name: each for name, each in model.named_modules() if isinstance(each, LinearBase)}
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl", "internvl", "smolvlm"])
 def test_int8_on_load_leaves_the_tower_as_it_is(name: str, saved: dict[str, Path]) -> None:
     floats, _ = load(saved[name], pack=True)
     model, _ = load(saved[name], pack=True, quantization=Quantization.int8)
