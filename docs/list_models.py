@@ -47,6 +47,11 @@ _TWO_SIDED = "it makes an encoder of the decoder"
 _OTHER_ENCODER = "another encoder is not implemented for this family"
 _NO_SCALE = "the class of transformers does not read it, and Whisper has no such scale"
 _ONLY_QWEN2 = "only Qwen2 is implemented as the decoder"
+_LLAMA_OR_QWEN = "it needs the blocks of Llama or Qwen"
+_OF_IDEFICS = (
+    Refused("vision_config.num_channels", 1, _THREE_COLOURS),
+    Refused("text_config.model_type", "mistral", "only Llama is implemented as the decoder"),
+)
 _OF_SOUNDS = (
     Refused("audio_config.model_type", "whisper", _OTHER_ENCODER),
     Refused("audio_config.scale_embedding", True, _NO_SCALE),
@@ -96,10 +101,18 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("swiglu_alpha", 1.0, "every published model has 1.702"),
         Refused("swiglu_limit", 5.0, "every published model has 7.0"),
     ),
+    "Idefics3ForConditionalGeneration": _OF_IDEFICS,
+    "InternVLForConditionalGeneration": (
+        Refused("vision_config.num_channels", 1, _THREE_COLOURS),
+        Refused("vision_config.norm_type", "batch_norm", "the norms are layer or RMS norms"),
+        Refused("vision_feature_select_strategy", "full", "the class token lies in no square"),
+        Refused("downsample_ratio", 0.3, "whole squares of patches are merged"),
+        Refused("text_config.model_type", "gemma", _LLAMA_OR_QWEN),
+    ),
     "LlavaForConditionalGeneration": (
         Refused("vision_config.model_type", "dinov2", "CLIP, SigLIP and Pixtral are implemented"),
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),
-        Refused("text_config.model_type", "gemma", "it needs the blocks of Llama or Qwen"),
+        Refused("text_config.model_type", "gemma", _LLAMA_OR_QWEN),
     ),
     "Mistral3ForConditionalGeneration": (
         Refused("vision_config.model_type", "dinov2", "Mistral AI's models have Pixtral's tower"),
@@ -142,6 +155,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("text_config.norm_topk_prob", False, _NO_MODEL),
         Refused("text_config.use_sliding_window", True, _NO_MODEL),
     ),
+    "SmolVLMForConditionalGeneration": _OF_IDEFICS,
     "StableLmForCausalLM": (Refused("qk_layernorm", True, _QK_LAYER_NORM),),
 }
 """Architecture -> the refused values of its own keys."""

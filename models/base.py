@@ -145,6 +145,9 @@ class LanguageModel(nn.Module):
     # The layout of a GGUF file after models/gguf/gguf_tensors.py has undone its conversion. None =
     # the same as `checkpoint_layout`.
     gguf_layout: CheckpointLayout | None = None
+    # Without `tie_word_embeddings` in config.json, the output head is tied to the embedding unless
+    # the checkpoint has one.
+    head_by_checkpoint: bool = False
     # The inputs of a step. A family with further tensors has a subclass of this table.
     step_tensors: type[StepTensors[Any]] = StepTensors
 

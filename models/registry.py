@@ -11,7 +11,8 @@ import torch
 from ostinato.conf.schema import ExpertKernels, ModelImplementation
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
-from ostinato.models.checkpoints.slots import stored_modules
+from ostinato.models.checkpoints.headers import read_headers
+from ostinato.models.checkpoints.slots import bare_name, stored_modules
 from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.model_config import ModelConfig
@@ -56,6 +57,12 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "ostinato.models.families.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "ostinato.models.families.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "ostinato.models.families.granitemoe:GraniteMoeForCausalLM",
+    "Idefics3ForConditionalGeneration": (
+        "ostinato.models.families.idefics3:Idefics3ForConditionalGeneration"
+    ),
+    "InternVLForConditionalGeneration": (
+        "ostinato.models.families.internvl:InternVLForConditionalGeneration"
+    ),
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",
@@ -92,6 +99,9 @@ ARCHITECTURES = {
         "ostinato.models.families.qwen3_vl:Qwen3VLMoeForConditionalGeneration"
     ),
     "SmolLM3ForCausalLM": "ostinato.models.families.smollm3:SmolLM3ForCausalLM",
+    "SmolVLMForConditionalGeneration": (
+        "ostinato.models.families.idefics3:Idefics3ForConditionalGeneration"
+    ),
     "StableLmForCausalLM": "ostinato.models.families.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "ostinato.models.families.starcoder2:Starcoder2ForCausalLM",
     "WhisperForConditionalGeneration": (
@@ -150,10 +160,20 @@ def read_model_config(
     architecture = architecture_of(checkpoint.hf_config)
     if implementation is not ModelImplementation.transformers and architecture in ARCHITECTURES:
         family = model_class(architecture)
-        return family.read_config(checkpoint.hf_config, checkpoint.generation_config)
+        config = family.read_config(checkpoint.hf_config, checkpoint.generation_config)
+        return _with_stored_head(config, checkpoint) if family.head_by_checkpoint else config
     if implementation is ModelImplementation.native:
         raise ValueError(_why_unknown(architecture))
     return _read_recorded(checkpoint, architecture)
+
+
+def _with_stored_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """The configuration, whose head is not tied if config.json does not say so and there is one."""
+    if "tie_word_embeddings" in checkpoint.hf_config or not config.tie_word_embeddings:
+        return config
+    layout = class_of(config).checkpoint_layout
+    has_head = any(bare_name(name, layout) == layout.head for name in read_headers(checkpoint))
+    return replace(config, tie_word_embeddings=not has_head)
 
 
 def _read_recorded(checkpoint: Checkpoint, architecture: str) -> ModelConfig:

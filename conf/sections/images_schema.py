@@ -27,8 +27,8 @@ class ImagesConfig(Section):
     )
     max_resized_pixels: int | None = setting(
         None,
-        "pixels of one image after it is resized, for models that take images of different sizes; "
-        "null = as the model states",
+        "pixels of one image after it is resized, for models that take images of different sizes "
+        "or cut them into tiles; null = as the model states",
         at_least=1,
     )
     cache_tokens: int | None = setting(

@@ -22,6 +22,8 @@ class TowerKind(StrEnum):
     qwen3 = "qwen3"  # rotary and interpolated positions, mergers for layers of the decoder
     pixtral = "pixtral"  # rotary positions, gated MLPs, RMS norms, no biases, a projector
     mistral3 = "mistral3"  # as Pixtral, with a merger of patches before the projector
+    internvl = "internvl"  # as CLIP, with scales after each layer, and a merger of patches
+    idefics3 = "idefics3"  # as SigLIP, with positions for any size, and a merger of patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,10 @@ class VisionConfig:
     activation: str  # a key of ops.activation.ACTIVATIONS
     norm_eps: float
     patch_size: int  # pixels of a patch's edge
-    # CLIP, SigLIP, Pixtral, and the tower of Gemma 3
-    image_size: int = 0  # pixels of an image's edge; 0 = images of all sizes
+    # CLIP, SigLIP, Pixtral, and the towers of Gemma 3, InternVL and Idefics3
+    # Pixels of an image's edge; 0 = images of all sizes. Idefics3: those for which positions are
+    # stored.
+    image_size: int = 0
     # The states that the projector reads, one after the other: 0 = the embeddings of the patches,
     # i = the result of layer i - 1. Later layers than the largest of them are not computed.
     feature_layers: tuple[int, ...] = ()
@@ -49,6 +53,12 @@ class VisionConfig:
     projector_activation: str = "gelu"
     projector_bias: bool = True
     merger_norm_eps: float = 0.0  # of the norm before the merger of Mistral 3
+    # InternVL
+    has_positions: bool = True  # there is a table of positions
+    has_last_norm: bool = False  # there is a norm after the last layer
+    qkv_bias: bool = True  # queries, keys and values have biases
+    qk_norm: bool = False  # queries and keys have RMS norms over all heads
+    has_rms_norms: bool = False  # the norms of the layers are RMS norms
     merge_size: int = 1  # patches of the edge of the square that gives one embedding
     # Qwen
     num_frames: int = 1  # frames of a patch; a still image is repeated

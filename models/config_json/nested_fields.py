@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
@@ -15,6 +15,7 @@ __all__ = (
     "interleaved_axes",
     "read_text_config",
     "take_sections",
+    "text_kind",
     "with_theta",
 )
 
@@ -59,6 +60,27 @@ def read_text_config(
         "tie_word_embeddings": is_tied,
         "dtype": dtype,
     }
+
+
+def text_kind(hf_config: HFConfig, supported: Collection[str], default: str) -> str:
+    """The type of the decoder, `text_config.model_type`.
+
+    Args:
+        hf_config: the parsed config.json.
+        supported: the types that the family has.
+        default: the type if none is stated.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    nested = hf_config.get("text_config") or {}
+    kind = nested.get("model_type", default) if isinstance(nested, Mapping) else default
+    if kind not in supported:
+        raise ValueError(
+            f"config.json: text_config.model_type={kind} is not supported; supported: "
+            f"{', '.join(supported)}"
+        )
+    return kind
 
 
 def with_theta(text_config: HFConfig, theta: float) -> HFConfig:

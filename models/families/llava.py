@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ostinato.models.checkpoints.llava_layouts import with_names_of, with_projector
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.nested_fields import read_text_config
+from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import LLAVA_TEXTS
 from ostinato.models.config_json.towers.llava_tower_fields import read_llava_vision
 from ostinato.models.decoder import Decoder
@@ -44,13 +43,8 @@ class LlavaForConditionalGeneration(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        nested = hf_config.get("text_config") or {}
-        kind = nested.get("model_type", "llama") if isinstance(nested, Mapping) else "llama"
-        if kind not in _TEXTS:
-            raise ValueError(
-                f"config.json: text_config.model_type={kind} is not supported; supported: "
-                f"{', '.join(_TEXTS)}"
-            )
-        text = read_text_config({**hf_config, "text_config": nested}, LLAVA_TEXTS[kind])
+        kind = text_kind(hf_config, _TEXTS, "llama")
+        nested = {**hf_config, "text_config": hf_config.get("text_config") or {}}
+        text = read_text_config(nested, LLAVA_TEXTS[kind])
         config = _TEXTS[kind].read_config(text, generation_config)
         return replace(config, vision=read_llava_vision(hf_config, config.hidden_size))

@@ -89,10 +89,10 @@ class _TowerMergedLinear(MergedLinear):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
+    def __init__(self, config: TowerSizes, options: BuildOptions, *, qkv_bias: bool) -> None:
         super().__init__()
         size, bias = config.hidden_size, config.has_biases
-        self.qkv = _TowerMergedLinear(size, (size, size, size), options, bias=bias)
+        self.qkv = _TowerMergedLinear(size, (size, size, size), options, bias=bias and qkv_bias)
         self.proj = TowerLinear(size, size, options, bias=bias)
 
 
@@ -103,7 +103,7 @@ class _MLP(nn.Module):
         self.fc1 = TowerLinear(config.hidden_size, config.intermediate_size, options, bias=bias)
         self.fc2 = TowerLinear(config.intermediate_size, config.hidden_size, options, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.fc2(activate(self.fc1(x), self.activation), residual)
 
 
@@ -117,20 +117,35 @@ class _GatedMLP(nn.Module):
             config.intermediate_size, config.hidden_size, options, bias=bias
         )
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         inner = activate(self.gate_up_proj(x), self.activation, gated=True)
         return self.down_proj(inner, residual)
 
 
 class TowerBlock(nn.Module):
-    """Attention in both directions and an MLP, each after a norm and added to its input."""
+    """Attention in both directions and an MLP, each after a norm and added to its input.
 
-    def __init__(self, config: TowerSizes, options: BuildOptions) -> None:
+    Args:
+        config: the sizes.
+        options: dtype and device.
+        has_rms_norms: the norms are RMS norms; None = if the MLP is gated.
+        qkv_bias: queries, keys and values have biases.
+    """
+
+    def __init__(
+        self,
+        config: TowerSizes,
+        options: BuildOptions,
+        *,
+        has_rms_norms: bool | None = None,
+        qkv_bias: bool = True,
+    ) -> None:
         super().__init__()
-        norm = RMSNorm if config.is_gated else LayerNorm
+        has_rms_norms = config.is_gated if has_rms_norms is None else has_rms_norms
+        norm = RMSNorm if has_rms_norms else LayerNorm
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.norm1 = norm(config.hidden_size, config.norm_eps, options)
-        self.attn = _Attention(config, options)
+        self.attn = _Attention(config, options, qkv_bias=qkv_bias)
         self.norm2 = norm(config.hidden_size, config.norm_eps, options)
         self.mlp = (_GatedMLP if config.is_gated else _MLP)(config, options)
 

@@ -6,6 +6,7 @@ which effect. This module imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +18,18 @@ from ostinato.models.vision.gemma3_image_fields import read_gemma3_images
 from ostinato.models.vision.image_processor_fields import HFConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.models.vision.pixtral_image_fields import MISTRAL3, read_pixtral_images
+from ostinato.models.vision.tile_spec import TileGrid, TileSpec
+from ostinato.models.vision.tiled_image_fields import read_idefics_images, read_intern_images
 from ostinato.models.vision.video_fields import read_video_spec
 
 __all__ = ("read_image_spec",)
 
 _READERS = {
     "gemma3": read_gemma3_images,
+    "idefics3": read_idefics_images,
+    "internvl": read_intern_images,
     "llava": read_fixed_images,
+    "smolvlm": read_idefics_images,
     **dict.fromkeys(DYNAMIC_PATCH, read_dynamic_images),
 }
 
@@ -92,6 +98,8 @@ def _has_pixtral(hf_config: HFConfig) -> bool:
 
 def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
     """The spec with images of at most so many pixels."""
+    if spec.tiles is not None:
+        return msgspec.structs.replace(spec, tiles=_fewer_tiles(spec.tiles, max_resized_pixels))
     least, what = spec.least_pixels, f"the model's min_pixels is {spec.min_pixels}"
     if spec.sizing is ImageSizing.fixed:
         height, width = spec.fixed_size
@@ -104,3 +112,19 @@ def _lower_pixels(spec: ImageSpec, max_resized_pixels: int) -> ImageSpec:
             f"{what}"
         )
     return spec.limited(max_resized_pixels)
+
+
+def _fewer_tiles(tiles: TileSpec, max_resized_pixels: int) -> TileSpec:
+    """The tiles of images whose grids have at most so many pixels."""
+    most = max_resized_pixels // tiles.edge**2
+    if most < tiles.min_tiles:
+        what = "a tile has" if tiles.min_tiles == 1 else f"{tiles.min_tiles} tiles have"
+        raise ValueError(
+            f"images.max_resized_pixels={max_resized_pixels} must be at least "
+            f"{tiles.min_tiles * tiles.edge**2}, because {what} so many pixels"
+        )
+    if tiles.grid is TileGrid.nearest:
+        return msgspec.structs.replace(tiles, max_tiles=min(tiles.max_tiles, most))
+    # All grids are within the square one.
+    longest = min(tiles.longest_edge, math.isqrt(most) * tiles.edge // 2 * 2)
+    return msgspec.structs.replace(tiles, longest_edge=longest)

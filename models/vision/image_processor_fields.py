@@ -19,6 +19,7 @@ __all__ = (
     "PAD_AND_CROP",
     "HFConfig",
     "edge_of",
+    "merged_edge",
     "pair_of",
     "read_class",
     "read_pair",
@@ -117,6 +118,18 @@ def edge_of(tower: Mapping[str, Any], key: str, default: int) -> int:
             "numbers must be the same"
         )
     return first
+
+
+def merged_edge(hf_config: HFConfig) -> int:
+    """Patches of the edge of the square that InternVL merges: 1 / `downsample_ratio`."""
+    ratio = hf_config.get("downsample_ratio", 0.5)
+    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 < ratio <= 1
+    if not is_number or round(1 / ratio) * ratio != 1:
+        raise ValueError(
+            f"config.json: downsample_ratio={json.dumps(ratio)} is not supported; it must be 1 "
+            "divided by an integer"
+        )
+    return round(1 / ratio)
 
 
 def read_placeholder(hf_config: HFConfig, default: int) -> int:

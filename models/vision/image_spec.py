@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from ostinato.models.vision.tile_spec import TileSpec
 from ostinato.models.vision.video_spec import VideoSpec
 
 __all__ = ("MAX_ASPECT_RATIO", "ImageSizing", "ImageSpec")
@@ -28,6 +29,7 @@ class ImageSizing(StrEnum):
     # The edges of a larger image are shortened, and all edges are rounded up to whole patches
     # (Pixtral).
     shrunk = "shrunk"
+    tiles = "tiles"  # an image is cut into tiles of one size (InternVL, Idefics3)
 
 
 class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     shortest_edge: int = 0  # the length to which the shorter edge is resized; 0 = `size` is used
     size: tuple[int, int] = (0, 0)  # (height, width) to which the image is resized
     crop: tuple[int, int] = (0, 0)  # (height, width) that are cut out of the middle; 0 = no cut
-    num_tokens: int = 0  # embeddings of every image
+    num_tokens: int = 0  # embeddings of every image, or of every tile
     # Dynamic sizing: limits of height * width.
     min_pixels: int = 0
     max_pixels: int = 0
@@ -65,11 +67,17 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_edges: tuple[int, int] = (0, 0)
     # The tokens that follow a row of embeddings, and the last row; None = rows follow each other.
     row_ends: tuple[int, int] | None = None
+    tiles: TileSpec | None = None  # with `ImageSizing.tiles`
     video: VideoSpec | None = None  # None = the model takes no videos
 
     def text_to_encode(self, text: str) -> str:
         """A prompt as it is encoded: with what stands for each placeholder."""
         return text.replace(self.placeholder, self.encoded_as) if self.encoded_as else text
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether all prepared images, or all tiles, have one size."""
+        return self.sizing in (ImageSizing.fixed, ImageSizing.tiles)
 
     @property
     def unit(self) -> int:
@@ -78,12 +86,14 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_size(self) -> tuple[int, int]:
-        """Fixed sizing: (height, width) of every prepared image."""
+        """(height, width) of every prepared image or tile; (0, 0) with dynamic sizing."""
+        if self.tiles is not None:
+            return self.tiles.edge, self.tiles.edge
         return self.crop if self.crop != (0, 0) else self.size
 
     def count_tokens(self, height: int, width: int) -> int:
-        """Embeddings of a prepared image of this size."""
-        if self.sizing is ImageSizing.fixed:
+        """Embeddings of a prepared image or tile of this size."""
+        if self.has_one_size:
             return self.num_tokens
         return height * width // self.unit**2
 
@@ -93,8 +103,13 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_tokens(self) -> int:
-        """Embeddings of the largest image."""
-        if self.sizing is ImageSizing.fixed:
+        """Embeddings of the largest image, in all its tiles."""
+        return self.max_encoded_tokens * (1 if self.tiles is None else self.tiles.max_parts)
+
+    @property
+    def max_encoded_tokens(self) -> int:
+        """Embeddings of the largest image or tile, which the tower makes at once."""
+        if self.has_one_size:
             return self.num_tokens
         if self.sizing is ImageSizing.shrunk:
             return math.prod(-(-edge // self.unit) for edge in self.max_edges)
@@ -103,7 +118,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def least_pixels(self) -> int:
         """The smallest limit of height * width that all prepared images can keep."""
-        if self.sizing is ImageSizing.fixed:
+        if self.has_one_size:
             return math.prod(self.fixed_size)
         return self.unit**2 if self.sizing is ImageSizing.shrunk else self.min_pixels
 
@@ -111,7 +126,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The same for prepared images of at most so many pixels, at least `least_pixels`."""
         if self.sizing is ImageSizing.dynamic:
             return msgspec.structs.replace(self, max_pixels=min(self.max_pixels, max_pixels))
-        if self.sizing is ImageSizing.fixed:
+        if self.has_one_size:
             return self
         # The largest square of whole units keeps the limit, so a part of it keeps it too.
         most = math.isqrt(max_pixels) // self.unit * self.unit

@@ -38,8 +38,8 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_frames: int = 768
     # Positions in time of one second of video (Qwen2.5-VL); 0 = pairs have consecutive positions.
     positions_per_second: float = 0.0
-    # The prompt states the time of each pair as text before its embeddings, and each pair has the
-    # positions of an image of its own (Qwen3-VL).
+    # The prompt states the time of each pair as text before its `marked_placeholder`, and each pair
+    # has the positions of an image of its own (Qwen3-VL).
     states_times: bool = False
 
     def largest(self, num_frames: int) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from ostinato.conf.sections.images_schema import ImagesConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
 from ostinato.runtime.media_files.media_kinds import MediaKind
 from ostinato.runtime.media_files.media_urls import data_url_bytes, is_data_url
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import PreparedImages
 
 __all__ = (
     "SMALL_PIXELS",
@@ -51,7 +53,7 @@ def prepare_image_source(
     config: ImagesConfig,
     name: str,
     fetched: Mapping[str, bytes],
-) -> PromptImage:
+) -> PreparedImages:
     """Decode and resize an image. Pillow is imported with the first image.
 
     Args:
@@ -62,7 +64,7 @@ def prepare_image_source(
         fetched: URL -> the bytes that were fetched; has the source's URL, unless it is a data URL.
 
     Returns:
-        The image with `begin` 0.
+        The image, or its tiles.
 
     Raises:
         InvalidRequestError: the image is not valid, or too large.
@@ -85,6 +87,8 @@ def prepare_image_source(
 def _small(spec: ImageSpec, name: str) -> ImageSpec:
     """The spec for an image with `detail` low: at most `SMALL_PIXELS` after it is resized.
 
+    An image that would be cut into tiles is one tile.
+
     Raises:
         InvalidRequestError: the model's images are always larger.
     """
@@ -95,4 +99,7 @@ def _small(spec: ImageSpec, name: str) -> ImageSpec:
             param=name.partition(":")[0],
             code="unsupported_parameter",
         )
+    if spec.tiles is not None:
+        whole = msgspec.structs.replace(spec.tiles, is_split=False)
+        return msgspec.structs.replace(spec, tiles=whole)
     return spec.limited(SMALL_PIXELS)

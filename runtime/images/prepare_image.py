@@ -9,6 +9,7 @@ from __future__ import annotations
 from PIL import Image
 
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.runtime.images.image_tiles import cut_image, text_of_tiles
 from ostinato.runtime.media_files.decode_picture import (
     ImageLimits,
     decode_picture,
@@ -16,12 +17,12 @@ from ostinato.runtime.media_files.decode_picture import (
     picture_refusal,
 )
 from ostinato.runtime.media_files.resized_size import check_shape, resized_size, shrunk_size
-from ostinato.runtime.types.images import PromptImage, image_digest
+from ostinato.runtime.types.images import PreparedImages, PromptImage, image_digest
 
 __all__ = ("ImageLimits", "prepare_image", "prepare_pil")
 
 
-def prepare_image(data: bytes, spec: ImageSpec, limits: ImageLimits, name: str) -> PromptImage:
+def prepare_image(data: bytes, spec: ImageSpec, limits: ImageLimits, name: str) -> PreparedImages:
     """Decode an encoded image and resize it.
 
     Of an animation, the first frame is used. At its peak, the memory is that of `decode_picture`,
@@ -34,7 +35,7 @@ def prepare_image(data: bytes, spec: ImageSpec, limits: ImageLimits, name: str) 
         name: the part of the request that has the image, for errors.
 
     Returns:
-        The image with `begin` 0.
+        The image, or its tiles.
 
     Raises:
         InvalidRequestError: the image is too large, not in one of the formats, damaged, or too
@@ -43,7 +44,9 @@ def prepare_image(data: bytes, spec: ImageSpec, limits: ImageLimits, name: str) 
     return _sized(decode_picture(data, limits, name), spec, limits, name)
 
 
-def prepare_pil(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) -> PromptImage:
+def prepare_pil(
+    image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str
+) -> PreparedImages:
     """Resize an image of Pillow.
 
     Args:
@@ -53,7 +56,7 @@ def prepare_pil(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: 
         name: the part of the request that has the image, for errors.
 
     Returns:
-        The image with `begin` 0.
+        The image, or its tiles.
 
     Raises:
         InvalidRequestError: the image is too large, damaged, too long and narrow, or of a mode
@@ -62,10 +65,19 @@ def prepare_pil(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: 
     return _sized(load_picture(image, limits, name), spec, limits, name)
 
 
-def _sized(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) -> PromptImage:
-    """The prepared image of one in mode RGB."""
+def _sized(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) -> PreparedImages:
+    """What is made of an image in mode RGB."""
+    if spec.tiles is not None:
+        rows, columns, tiles = cut_image(image, spec.tiles, spec.resample)
+        text = text_of_tiles(rows, columns, spec.tiles, spec.placeholder)
+        return PreparedImages(tuple(_part(tile, spec) for tile in tiles), text)
     is_fixed = spec.sizing is ImageSizing.fixed
     image = _fixed(image, spec, limits, name) if is_fixed else _dynamic(image, spec, name)
+    return PreparedImages((_part(image, spec),))
+
+
+def _part(image: Image.Image, spec: ImageSpec) -> PromptImage:
+    """An image or tile of the size that the tower takes."""
     width, height = image.size
     pixels = image.tobytes()
     row_tokens = spec.count_row_tokens(width)

@@ -29,7 +29,7 @@ class PlacedMedia(NamedTuple):
     """A prompt with a placeholder token for each embedding, and its media."""
 
     token_ids: list[int]
-    images: list[PromptImage]  # and pairs of frames of videos, in the order of the prompt
+    images: list[PromptImage]  # tiles, and pairs of frames of videos; in the order of the prompt
     sounds: list[PromptSound]  # windows, in the order of the prompt
 
 
@@ -121,25 +121,27 @@ def expand_placeholders(
 ) -> tuple[list[int], list[PromptImage]]:
     """Replace each placeholder token by as many as the image or video in its place has embeddings.
 
-    With `ImageSpec.row_ends`, such a token follows each row of an image.
-
-    The first placeholder of an image stands for the first image, and so on; likewise for videos.
+    With `ImageSpec.row_ends`, such a token follows each row of an image. If the image or video has
+    a text of its own, the text takes the place of the placeholder, and the placeholders in it are
+    replaced. The first placeholder of an image stands for the first image, and so on; likewise for
+    videos.
 
     Args:
         token_ids: the prompt, with one placeholder token for each image and video.
         media: the images and videos, those of each kind in the order of their placeholders.
         spec: how the model takes images and videos.
-        encode: the tokens of a text, without tokens that begin or end a prompt. Called for the
-            times of videos if `VideoSpec.states_times`.
+        encode: the tokens of a text, without tokens that begin or end a prompt. Called for
+            `PreparedMedium.text`.
         param: the part of the request that has the prompt, for errors: `messages`, or another.
 
     Returns:
-        The longer prompt, and the images and the pairs of frames in their order, with the indices
-        of their first tokens in it.
+        The longer prompt, and the images, tiles and pairs of frames in their order, with the
+        indices of their first tokens in it.
 
     Raises:
         InvalidRequestError: the number of placeholder tokens is not the number of images, or that
             of videos.
+        ValueError: the tokenizer does not make a placeholder token of the placeholder's text.
     """
     images = [medium for medium in media if medium.kind is MediaKind.image]
     videos = [medium for medium in media if medium.kind is MediaKind.video]
@@ -156,43 +158,44 @@ def expand_placeholders(
             continue
         medium = next(kinds[token_id])
         after = end + 1
-        is_video = medium.kind is MediaKind.video
-        if is_video and spec.video is not None and spec.video.states_times:
-            # Each pair has such tokens of its own.
+        if medium.text and medium.kind is MediaKind.video and spec.video is not None:
+            # The text has such tokens for each pair.
             marks = (spec.video.start_id, token_id, spec.video.end_id)
             if end > begin and tuple(token_ids[end - 1 : end + 2]) == marks:
                 end, after = end - 1, end + 2
-            expanded += token_ids[begin:end]
-            _add_timed_pairs(medium, spec.video, encode, expanded, placed)
-        else:
-            expanded += token_ids[begin:end]
-            for image in _images(medium):
-                _add(image, token_id, expanded, placed)
-                if spec.row_ends is not None and not is_video:
-                    _end_rows(image, spec.row_ends, expanded)
+        expanded += token_ids[begin:end]
+        ends = spec.row_ends if medium.kind is MediaKind.image else None
+        _add_images(medium, token_id, encode, expanded, placed, ends)
         begin = after
     expanded += token_ids[begin:]
     return expanded, placed
 
 
-def _add_timed_pairs(
+def _add_images(
     medium: PreparedMedium,
-    spec: VideoSpec,
+    token_id: int,
     encode: Callable[[str], list[int]],
     expanded: list[int],
     placed: list[PromptImage],
+    row_ends: tuple[int, int] | None,
 ) -> None:
-    """Append the pairs of a video, each after the text of its time."""
-    for time, pair in zip(medium.times, _images(medium), strict=True):
-        expanded += [*encode(time), spec.start_id]
-        _add(pair, spec.placeholder_id, expanded, placed)
-        expanded.append(spec.end_id)
-
-
-def _images(medium: PreparedMedium) -> Iterator[PromptImage]:
-    for part in medium.parts:
+    """Append the text of an image or video, with its parts in the places of the placeholders."""
+    tokens = encode(medium.text) if medium.text else [token_id] * len(medium.parts)
+    if tokens.count(token_id) != len(medium.parts):
+        raise ValueError(
+            f"the tokenizer makes {tokens.count(token_id)} tokens {token_id} of a text with "
+            f"{len(medium.parts)} placeholders; copy the tokenizer's files of this checkpoint again"
+        )
+    parts = iter(medium.parts)
+    for token in tokens:
+        if token != token_id:
+            expanded.append(token)
+            continue
+        part = next(parts)
         assert isinstance(part, PromptImage), "a model that takes images takes no sounds"
-        yield part
+        _add(part, token_id, expanded, placed)
+        if row_ends is not None:
+            _end_rows(part, row_ends, expanded)
 
 
 def _check_count(

@@ -28,14 +28,18 @@ from ostinato.runtime.media_files.media_urls import (
 )
 from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
-from ostinato.runtime.types.images import PromptImage, count_extra_positions
+from ostinato.runtime.types.images import (
+    PreparedImages,
+    PromptImage,
+    count_extra_positions,
+)
 from ostinato.runtime.video.video_inputs import (
     VideoContent,
     check_sampling,
     max_video_bytes,
     prepare_video,
 )
-from ostinato.runtime.video.video_sources import PreparedVideo, VideoSource
+from ostinato.runtime.video.video_sources import VideoSource
 
 __all__ = (
     "FetchWanted",
@@ -66,11 +70,13 @@ class FetchWanted(NamedTuple):
 
 
 class PreparedMedium(NamedTuple):
-    """An image, the pairs of frames of a video, or the windows of a sound."""
+    """An image or its tiles, the pairs of frames of a video, or the windows of a sound."""
 
     parts: tuple[PromptImage, ...] | tuple[PromptSound, ...]  # with `begin` 0
     kind: MediaKind = MediaKind.image
-    times: tuple[str, ...] = ()  # the text before each pair, if `VideoSpec.states_times`
+    # The text that stands for it in the prompt, with the placeholder once for each part. Empty =
+    # the placeholders alone.
+    text: str = ""
 
 
 def check_media(
@@ -194,9 +200,9 @@ def _prepared(
     assert model.images is not None, "checked by check_media"
     if isinstance(source, VideoSource):
         video = _video(source, model.images, limits, name, fetched, max_tokens)
-        return PreparedMedium(video.pairs, MediaKind.video, video.times)
+        return PreparedMedium(video.parts, MediaKind.video, video.text)
     image = prepare_image_source(source, model.images, limits.images, name, fetched)
-    return PreparedMedium((image,))
+    return PreparedMedium(image.parts, MediaKind.image, image.text)
 
 
 def _too_many_tokens(
@@ -248,7 +254,7 @@ def _video(
     name: str,
     fetched: Mapping[str, bytes],
     max_tokens: int,
-) -> PreparedVideo:
+) -> PreparedImages:
     """The pairs of a video."""
     max_bytes = max_video_bytes(limits.video)
     content: VideoContent

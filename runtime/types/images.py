@@ -1,6 +1,7 @@
 """`PromptImage`: one prepared image of a prompt, as sent to the engine process.
 
-A pair of frames of a video is an image with two frames.
+A tile of a larger image is an image of its own. A pair of frames of a video is an image with two
+frames.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-__all__ = ("PromptImage", "count_extra_positions", "image_digest")
+__all__ = ("PreparedImages", "PromptImage", "count_extra_positions", "image_digest")
 
 
 def image_digest(height: int, width: int, pixels: bytes | memoryview) -> bytes:
@@ -90,6 +92,15 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     def num_bytes(self) -> int:
         """Bytes of `data`."""
         return self.num_frames * self.height * self.width * 3
+
+
+class PreparedImages(NamedTuple):
+    """The parts of an image or of a video: the image, its tiles, or the pairs of frames."""
+
+    parts: tuple[PromptImage, ...]  # with `begin` 0
+    # The text that stands for them in the prompt, with the placeholder once for each part. Empty =
+    # the placeholders alone.
+    text: str = ""
 
 
 def count_extra_positions(images: Sequence[PromptImage]) -> int:

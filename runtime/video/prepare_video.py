@@ -22,10 +22,10 @@ from ostinato.runtime.media_files.decode_picture import (
     load_picture,
 )
 from ostinato.runtime.media_files.resized_size import check_shape, resized_size
-from ostinato.runtime.types.images import PromptImage, image_digest
+from ostinato.runtime.types.images import PreparedImages, PromptImage, image_digest
 from ostinato.runtime.video.decode_video import VideoLimits, VideoReader, video_refusal
 from ostinato.runtime.video.sample_frames import choose_frames, pair_times, time_offsets
-from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames, PreparedVideo
+from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames
 
 __all__ = ("FrameNeeds", "file_pairs", "frame_size", "given_pairs", "jpeg_pairs")
 
@@ -81,7 +81,7 @@ def frame_size(
 
 def file_pairs(
     data: bytes, sampling: FrameSampling, max_bytes: int, needs: FrameNeeds
-) -> PreparedVideo:
+) -> PreparedImages:
     """The pairs of a video file.
 
     Args:
@@ -103,7 +103,9 @@ def file_pairs(
     return frames.finish(indices, reader.num_frames, reader.fps)
 
 
-def jpeg_pairs(files: Sequence[bytes], sampling: FrameSampling, needs: FrameNeeds) -> PreparedVideo:
+def jpeg_pairs(
+    files: Sequence[bytes], sampling: FrameSampling, needs: FrameNeeds
+) -> PreparedImages:
     """The pairs of frames that are JPEG files. All of them are used.
 
     Args:
@@ -124,7 +126,7 @@ def jpeg_pairs(files: Sequence[bytes], sampling: FrameSampling, needs: FrameNeed
     return _all_pairs(files, given, decode, needs)
 
 
-def given_pairs(given: GivenFrames, needs: FrameNeeds) -> PreparedVideo:
+def given_pairs(given: GivenFrames, needs: FrameNeeds) -> PreparedImages:
     """The pairs of frames that a program has decoded. All of them are used.
 
     Args:
@@ -150,7 +152,7 @@ def _all_pairs(
     given: GivenFrames,
     decode: Callable[[Any, str], Image.Image],
     needs: FrameNeeds,
-) -> PreparedVideo:
+) -> PreparedImages:
     """The pairs of a list of frames, each of which `decode` turns into a picture."""
     most = min(needs.config.max_frames, needs.video.max_frames)
     if not 1 <= len(frames) <= most:
@@ -203,7 +205,7 @@ class _Frames:
         resized = picture.resize((width, height), self._needs.spec.resample)
         self._pixels[slot] = resized.tobytes()
 
-    def finish(self, indices: Sequence[int], num_total: int, fps: float) -> PreparedVideo:
+    def finish(self, indices: Sequence[int], num_total: int, fps: float) -> PreparedImages:
         """The pairs.
 
         Args:
@@ -235,7 +237,10 @@ class _Frames:
                     is_continued=number > 0 and not video.states_times,
                 )
             )
-        return PreparedVideo(tuple(pairs), pair_times(indices, fps) if video.states_times else ())
+        times = pair_times(indices, fps) if video.states_times else ()
+        return PreparedImages(
+            tuple(pairs), "".join(f"{time}{video.marked_placeholder}" for time in times)
+        )
 
     def _first_size(self, picture: Image.Image) -> tuple[int, int]:
         """The size of the resized frames, checked."""

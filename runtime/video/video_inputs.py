@@ -11,7 +11,8 @@ from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import VideoSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.media_files.pyav import has_av, import_av
-from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames, PreparedVideo
+from ostinato.runtime.types.images import PreparedImages
+from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames
 
 __all__ = (
     "VideoContent",
@@ -109,7 +110,7 @@ def prepare_video(
     name: str,
     *,
     max_tokens: int,
-) -> PreparedVideo:
+) -> PreparedImages:
     """Decode the frames of a video that the model sees, and resize them.
 
     Args:

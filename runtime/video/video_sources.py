@@ -1,18 +1,15 @@
-"""Where the videos of a prompt come from, and what becomes of them."""
+"""Where the videos of a prompt come from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ostinato.runtime.types.images import PromptImage
-
 __all__ = (
     "MAX_RATE",
     "MAX_SECONDS",
     "FrameSampling",
     "GivenFrames",
-    "PreparedVideo",
     "VideoSource",
 )
 
@@ -44,10 +41,3 @@ class VideoSource(NamedTuple):
     file: bytes | Path | None = None  # the encoded video
     frames: GivenFrames | None = None
     sampling: FrameSampling = FrameSampling()  # has no effect on given frames
-
-
-class PreparedVideo(NamedTuple):
-    """The pairs of frames of a video."""
-
-    pairs: tuple[PromptImage, ...]  # with `begin` 0
-    times: tuple[str, ...]  # the text before each pair, if `VideoSpec.states_times`

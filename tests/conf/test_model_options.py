@@ -34,6 +34,7 @@ KNOWN = {
     "gpt2": (124_439_808, 1_024),
     "granite-3b-a800m": (3_298_793_472, 131_072),
     "granite-8b": (8_170_864_640, 131_072),
+    "internvl3-8b": (7_944_373_760, 32_768),
     "llama-1b": (1_235_814_400, 131_072),
     "llama-3b": (3_212_749_824, 131_072),
     "llama-45m": (56_369_664, 4_096),
@@ -73,6 +74,7 @@ KNOWN = {
     "qwen3-4b": (4_022_468_096, 40_960),
     "qwen3-8b": (8_190_735_360, 40_960),
     "qwen3-vl-4b": (4_437_815_808, 262_144),
+    "smolvlm-256m": (256_484_928, 8_192),
     "smollm3-3b": (3_075_098_624, 65_536),
     "whisper-base": (72_593_920, 448),
     "whisper-large-v3": (1_543_490_560, 448),
@@ -86,6 +88,8 @@ KNOWN = {
 # The parameters of towers. They are not loaded if the engine takes neither images nor sounds.
 TOWERS = {
     "gemma3-4b": 419_816_304,
+    "internvl3-8b": 331_552_768,
+    "smolvlm-256m": 93_510_912,
     "llava-1.5-7b": 311_888_896,
     "mistral-small-3.1-24b": 438_958_080,
     "pixtral-12b": 434_957_312,

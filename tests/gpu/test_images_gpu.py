@@ -31,7 +31,11 @@ def test_rows_are_added_as_on_a_cpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mode", ["captured", "compiled", "eager"])
 @pytest.mark.parametrize(
-    "name", ["llava", "gemma3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
+    "name",
+    [
+        *("llava", "gemma3", "mistral3", "internvl", "smolvlm"),
+        *("qwen2-vl", "qwen2.5-vl", "qwen3-vl"),
+    ],
 )
 def test_answers_are_those_of_transformers(name: str, mode: str, tmp_path: Path) -> None:
     model = make_image_model(name, tmp_path)

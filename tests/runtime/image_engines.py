@@ -29,10 +29,12 @@ from tests.models.vision.image_models import (
     ImageVariant,
     hf_logits,
     reference_model,
+    spec_of,
 )
 
 _ADDED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 _ADDED_OF_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[PAD]")
+_AROUND = ("<img>", "</img>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
 # transformers takes generated placeholder tokens for further images, so none are generated.
 _BANNED = dict.fromkeys(range(IMAGE, IMAGE + len(_ADDED)), -100.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias=_BANNED)
@@ -67,46 +69,61 @@ def make_image_model(name: str, directory: Path) -> ImageModel:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.ByteLevel()
     added, template = _ADDED, _TEMPLATE
-    if variant.is_pixtral:
+    if variant.is_tiled:
+        added = (*_ADDED, *_AROUND)
+    elif variant.kind == "Gemma3":
+        template = template.replace("<|image_pad|><|vision_end|>", "")
+    elif variant.is_pixtral:
         added = _ADDED_OF_PIXTRAL
         template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "[IMG]")
         patches = {"patch_size": variant.patch_size, "spatial_merge_size": variant.merge_size}
         (directory / "processor_config.json").write_text(json.dumps(patches))
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in added])
     tokenizer.save(str(directory / "tokenizer.json"))
-    template = _TEMPLATE
-    if variant.kind == "Gemma3":
-        template = template.replace("<|image_pad|><|vision_end|>", "")
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template})
     )
     colours = {"image_mean": list(MEAN), "image_std": list(STD)}
-    processor: dict[str, Any]
-    edge = variant.settings["vision_config"].get("image_size")
+    processor = {**_processor_of(variant), **colours}
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    if variant.is_tiled:
+        spec = spec_of(variant)
+        length = (variant.edge // spec.patch_size // spec.merge_size) ** 2
+        lengths = {"image_seq_len": length, "image_seq_length": length}
+        (directory / "processor_config.json").write_text(json.dumps(lengths))
+    return ImageModel(variant, reference, directory)
+
+
+def _processor_of(variant: ImageVariant) -> dict[str, Any]:
+    """The preprocessor_config.json of a model, without the colours."""
+    edge = variant.edge
+    square = {"height": edge, "width": edge}
     if variant.kind == "Gemma3":
-        processor = {
-            "image_processor_type": "Gemma3ImageProcessor",
-            "size": {"height": edge, "width": edge},
+        return {"image_processor_type": "Gemma3ImageProcessor", "size": square}
+    if variant.is_pixtral:
+        return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}}
+    if variant.kind == "InternVL":
+        return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, "max_patches": 3}
+    if variant.is_tiled:
+        return {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 2 * edge},
+            "max_image_size": {"longest_edge": edge},
         }
-    elif variant.is_fixed:
-        processor = {
+    if variant.is_fixed:
+        return {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": edge},
-            "crop_size": {"height": edge, "width": edge},
+            "crop_size": square,
         }
-    elif variant.is_pixtral:
-        processor = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}}
-    else:
-        processor = {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "min_pixels": 128,
-            "max_pixels": 1024,
-        }
-    (directory / "preprocessor_config.json").write_text(json.dumps({**processor, **colours}))
-    return ImageModel(variant, reference, directory)
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 128,
+        "max_pixels": 1024,
+    }
 
 
 def image_llm(model: ImageModel, *overrides: str) -> LLM:
@@ -129,18 +146,23 @@ def picture(seed: int, width: int = 24, height: int = 16) -> bytes:
 
 def prompt(llm: LLM, *pieces: list[int] | bytes) -> tuple[list[int], list[PromptImage]]:
     """Token ids and images of a prompt made of texts and PNG files."""
-    spec = llm.model.images
+    spec, tokenizer = llm.model.images, llm.tokenizer
     assert spec is not None, "the engine takes images"
+    assert tokenizer is not None, "the model has one"
     token_ids: list[int] = []
-    images: list[PromptImage] = []
+    media: list[PreparedMedium] = []
     for piece in pieces:
         if isinstance(piece, bytes):
             token_ids.append(spec.placeholder_id)
-            images.append(prepare_image(piece, spec, LIMITS, "image"))
+            image = prepare_image(piece, spec, LIMITS, "image")
+            media.append(PreparedMedium(image.parts, text=image.text))
         else:
             token_ids += piece
-    media = [PreparedMedium((image,)) for image in images]
-    return expand_placeholders(token_ids, media, spec, lambda text: [], param="prompt")
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return expand_placeholders(token_ids, media, spec, encode, param="prompt")
 
 
 def run(

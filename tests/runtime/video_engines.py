@@ -71,7 +71,7 @@ def video_prompt(
         if isinstance(piece, list):
             token_ids += piece
         elif isinstance(piece, bytes):
-            image = prepare_image(piece, spec, LIMITS, "image")
+            (image,) = prepare_image(piece, spec, LIMITS, "image").parts
             images.append(msgspec.structs.replace(image, begin=len(token_ids)))
             token_ids += [spec.placeholder_id] * image.num_tokens
         else:

@@ -6,6 +6,8 @@ from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.vision.towers.clip_tower import ClipTower
 from ostinato.models.vision.towers.gemma3_tower import Gemma3Tower
+from ostinato.models.vision.towers.idefics_tower import IdeficsTower
+from ostinato.models.vision.towers.intern_tower import InternTower
 from ostinato.models.vision.towers.pixtral_tower import PixtralTower
 from ostinato.models.vision.towers.qwen3_tower import Qwen3Tower
 from ostinato.models.vision.towers.qwen_tower import QwenTower
@@ -13,7 +15,10 @@ from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("build_tower",)
 
-_TOWERS: dict[TowerKind, type[ClipTower | Gemma3Tower | PixtralTower | QwenTower]] = {
+_TOWERS: dict[
+    TowerKind,
+    type[ClipTower | Gemma3Tower | IdeficsTower | InternTower | PixtralTower | QwenTower],
+] = {
     TowerKind.clip: ClipTower,
     TowerKind.siglip: ClipTower,
     TowerKind.gemma3: Gemma3Tower,
@@ -22,6 +27,8 @@ _TOWERS: dict[TowerKind, type[ClipTower | Gemma3Tower | PixtralTower | QwenTower
     TowerKind.qwen3: Qwen3Tower,
     TowerKind.pixtral: PixtralTower,
     TowerKind.mistral3: PixtralTower,
+    TowerKind.internvl: InternTower,
+    TowerKind.idefics3: IdeficsTower,
 }
 
 

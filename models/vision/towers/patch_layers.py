@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ostinato.models.media.tower_layers import Rows, TowerBlock, TowerLinear, ru
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.ops.activation import activate
 
-__all__ = ("Merger", "PatchEmbedding", "Projector", "run_features")
+__all__ = ("Merger", "PatchEmbedding", "Projector", "run_features", "run_squares")
 
 
 class PatchEmbedding(TowerLinear):
@@ -85,12 +85,7 @@ class Merger(nn.Module):
 
     def run(self, hidden: Tensor, rows_per_unit: int) -> Generator[None, None, Tensor]:
         """All hidden states [T, D] -> [T / num_merged, output_size], in units."""
-        parts: list[Tensor] = []
-        step = max(1, rows_per_unit // self.num_merged) * self.num_merged
-        for rows in units(len(hidden), step):
-            parts.append(self(hidden[rows]))
-            yield
-        return torch.cat(parts)
+        return (yield from run_squares(self, hidden, self.num_merged, rows_per_unit))
 
 
 class Projector(nn.Module):
@@ -122,7 +117,7 @@ def run_features(
         blocks: `TowerBlock`s whose patches see the whole image.
         hidden: [T, D] the states before the first block. The blocks replace them.
         rope: cosines and sines of the patches; None = the blocks rotate nothing.
-        layers: `VisionConfig.feature_layers`.
+        layers: the layers whose results are wanted. 0 = the states before the first layer.
         rows_per_unit: patches of a unit.
 
     Returns:
@@ -136,3 +131,25 @@ def run_features(
         if number in layers:
             states[number] = hidden.clone()
     return torch.cat([states[number] for number in layers], dim=1)
+
+
+def run_squares(
+    merge: Callable[[Tensor], Tensor], hidden: Tensor, num_merged: int, rows_per_unit: int
+) -> Generator[None, None, Tensor]:
+    """Merge the patches of all squares, in units.
+
+    Args:
+        merge: [squares * num_merged, D] -> [squares, output_size].
+        hidden: [T, D], the patches of each square one after the other.
+        num_merged: patches of a square.
+        rows_per_unit: patches of a unit.
+
+    Returns:
+        [T / num_merged, output_size].
+    """
+    parts: list[Tensor] = []
+    step = max(1, rows_per_unit // num_merged) * num_merged
+    for rows in units(len(hidden), step):
+        parts.append(merge(hidden[rows]))
+        yield
+    return torch.cat(parts)

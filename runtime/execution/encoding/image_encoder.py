@@ -55,8 +55,8 @@ class ImageEncoder:
 
     def warm_up(self) -> None:
         spec = self._spec
-        is_fixed = spec.sizing is ImageSizing.fixed
-        height, width = spec.fixed_size if is_fixed else (spec.unit, spec.unit)
+        is_dynamic = spec.sizing is ImageSizing.dynamic
+        height, width = (spec.unit, spec.unit) if is_dynamic else spec.fixed_size
         rows = [0] * spec.count_tokens(height, width)
         pixels = bytes(height * width * 3)
         for _ in self.begin(BeginEncoding(b"", rows, (height, width, 3), pixels, [])):

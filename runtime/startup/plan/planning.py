@@ -219,7 +219,7 @@ def _audio_bytes(skeleton: LanguageModel) -> int:
 
 
 def _encoding_bytes(source: ModelSource) -> int:
-    """Memory for encoding the largest image or pair of frames, or a window of audio."""
+    """Memory for encoding the largest image, tile or pair of frames, or a window of audio."""
     vision, images, config = source.config.vision, source.images, source.config
     if config.audio is not None:
         return _bytes_of_window(source, config.audio)
@@ -232,7 +232,7 @@ def _encoding_bytes(source: ModelSource) -> int:
         return _bytes_of_window(source, sound.encoder) + result
     if vision is None or images is None:
         return 0
-    one = _bytes_of_image(source, vision, images, images.max_tokens)
+    one = _bytes_of_image(source, vision, images, images.max_encoded_tokens)
     pair = _bytes_of_image(source, vision, images, images.max_pair_tokens, FRAMES_OF_PAIR)
     return max(one, pair)
 

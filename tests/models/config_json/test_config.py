@@ -60,6 +60,15 @@ IMAGES: dict[str, Any] = {  # keys of models that take images
         "deepstack_visual_indexes": [0],
     },
 }
+TILES: dict[str, Any] = {  # keys of models that cut images into tiles
+    "text_config": {**LLAMA, "num_key_value_heads": 8, "model_type": "llama"},
+    "vision_config": {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    },
+}
 SOUNDS: dict[str, Any] = {"text_config": {**LLAMA, "num_key_value_heads": 8}}
 OF_FAMILY = {
     "AudioFlamingo3ForConditionalGeneration": SOUNDS,
@@ -79,6 +88,9 @@ OF_FAMILY = {
     "GPT2LMHeadModel": {"n_positions": 2048},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "Glm4MoeLiteForCausalLM": LATENT,
+    "Idefics3ForConditionalGeneration": TILES,
+    "InternVLForConditionalGeneration": TILES,
+    "SmolVLMForConditionalGeneration": TILES,
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
     "LlavaForConditionalGeneration": {"text_config": {**LLAMA, "model_type": "llama"}},
     "Mistral3ForConditionalGeneration": {"text_config": {**LLAMA, "num_key_value_heads": 8}},

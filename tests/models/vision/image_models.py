@@ -70,13 +70,14 @@ _QWEN3_TOWER = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }
+_PATCH_OF_CLIP = 7
 _CLIP: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "image_size": 28,
-    "patch_size": 7,
+    "patch_size": _PATCH_OF_CLIP,
     "initializer_range": 0.15,
 }
 
@@ -87,11 +88,18 @@ class ImageVariant:
 
     kind: str  # the class without `ForConditionalGeneration` and `Config`
     settings: dict[str, Any]
+    edge: int = 0  # pixels of the edge of every image or tile; 0 = images have different sizes
+    merge_size: int = 2
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all images have one size."""
-        return self.kind in ("Llava", "Gemma3") and not self.is_pixtral
+        """Whether all images or tiles have one size."""
+        return self.edge > 0
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether images are cut into tiles."""
+        return self.kind in ("InternVL", "Idefics3", "SmolVLM")
 
     @property
     def is_pixtral(self) -> bool:
@@ -103,17 +111,46 @@ class ImageVariant:
         """Pixels of a patch's edge."""
         return self.settings["vision_config"]["patch_size"]
 
-    @property
-    def merge_size(self) -> int:
-        """Patches of the edge of the square that gives one embedding."""
-        return 1 if self.kind in ("Llava", "Gemma3") else 2
-
 
 def _llava(tower: str, text: dict[str, Any], **settings: Any) -> ImageVariant:
     vision = {**_CLIP, "model_type": tower}
     return ImageVariant(
         "Llava",
         {"vision_config": vision, "text_config": text, "image_token_index": IMAGE, **settings},
+        edge=_CLIP["image_size"],
+        merge_size=1,
+    )
+
+
+def _internvl(vision: dict[str, Any], text: str, merge_size: int, **settings: Any) -> ImageVariant:
+    return ImageVariant(
+        "InternVL",
+        {
+            "vision_config": {**_CLIP, **vision},
+            "text_config": {**_TEXT, "model_type": text},
+            "image_token_id": IMAGE,
+            "image_seq_length": (_CLIP["image_size"] // _PATCH_OF_CLIP // merge_size) ** 2,
+            "downsample_ratio": 1 / merge_size,
+            **settings,
+        },
+        edge=_CLIP["image_size"],
+        merge_size=merge_size,
+    )
+
+
+def _idefics(kind: str, edge: int, **settings: Any) -> ImageVariant:
+    """`edge` is that of tiles. The table of positions has 4 x 4 places."""
+    return ImageVariant(
+        kind,
+        {
+            "vision_config": {**_CLIP, "image_size": 30},
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "image_token_id": IMAGE,
+            "pad_token_id": 0,
+            **settings,
+        },
+        edge=edge,
+        merge_size=settings.get("scale_factor", 2),
     )
 
 
@@ -158,6 +195,8 @@ VARIANTS = {
             "eoi_token_index": 193,
             "mm_tokens_per_image": 4,
         },
+        edge=_CLIP["image_size"],
+        merge_size=1,
     ),
     "pixtral": ImageVariant(
         "Llava",
@@ -173,6 +212,7 @@ VARIANTS = {
             "vision_feature_select_strategy": "full",
             "image_token_index": IMAGE,
         },
+        merge_size=1,
     ),
     "mistral3": ImageVariant(
         "Mistral3",
@@ -186,6 +226,27 @@ VARIANTS = {
             "image_token_index": IMAGE,
         },
     ),
+    "internvl": _internvl({"attention_bias": True}, "qwen2", 2, tie_word_embeddings=False),
+    "internvl-qwen3": _internvl(
+        {
+            "use_qk_norm": True,
+            "norm_type": "rms_norm",
+            "use_mean_pooling": False,
+            "use_mask_token": True,
+        },
+        "qwen3",
+        4,
+        projector_hidden_act="relu",
+    ),
+    "internvl-llama": _internvl(
+        {"use_absolute_position_embeddings": False, "use_mean_pooling": False},
+        "llama",
+        1,
+        projector_hidden_act="silu",
+        vision_feature_layer=-2,
+    ),
+    "idefics3": _idefics("Idefics3", 30),
+    "smolvlm": _idefics("SmolVLM", 65, scale_factor=3, tie_word_embeddings=True),
     "qwen2-vl": ImageVariant(
         "Qwen2VL",
         {
@@ -265,18 +326,17 @@ def reference_model(variant: ImageVariant) -> PreTrainedModel:
     torch.manual_seed(0)
     model = hf_class_of(variant)(hf_config_of(variant))
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or not parameter.any():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-        elif not parameter.any():  # the projection of Gemma 3
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
     return model.eval()
 
 
 def spec_of(variant: ImageVariant) -> ImageSpec:
     """How pixels are scaled for the models of this module."""
+    one_size = ImageSizing.tiles if variant.is_tiled else ImageSizing.fixed
     sizing = ImageSizing.shrunk if variant.is_pixtral else ImageSizing.dynamic
     return ImageSpec(
-        sizing=ImageSizing.fixed if variant.is_fixed else sizing,
+        sizing=one_size if variant.is_fixed else sizing,
         placeholder_id=IMAGE,
         placeholder="<image>",
         marked_placeholder="<image>",
@@ -290,7 +350,7 @@ def spec_of(variant: ImageVariant) -> ImageSpec:
 def random_pixels(variant: ImageVariant, rows: int = 4, columns: int = 6, seed: int = 0) -> Tensor:
     """[height, width, 3] uint8; for models that take images of different sizes, the size is given
     in patches."""
-    edge = _CLIP["image_size"]
+    edge = variant.edge
     size = (edge, edge) if variant.is_fixed else (rows * _PATCH, columns * _PATCH)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (*size, 3), dtype=torch.uint8, generator=generator)
@@ -303,7 +363,10 @@ def hf_inputs(variant: ImageVariant, images: Listed[Tensor]) -> dict[str, Tensor
         for image in images
     ]
     if variant.is_fixed:
-        return {"pixel_values": torch.stack([image.permute(2, 0, 1) for image in scaled])}
+        stacked = torch.stack([image.permute(2, 0, 1) for image in scaled])
+        # Idefics3 has the images of each prompt of a batch.
+        has_batch = variant.is_tiled and variant.kind != "InternVL"
+        return {"pixel_values": stacked[None] if has_batch else stacked}
     if variant.is_pixtral:  # images of a batch are padded
         sizes = torch.tensor([image.shape[:2] for image in scaled])
         height, width = sizes.max(0).values.tolist()

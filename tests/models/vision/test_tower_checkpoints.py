@@ -44,6 +44,12 @@ OTHER_NAMES = {
         ("vision_tower.", "model.vision_tower."),
         ("multi_modal_projector.", "model.multi_modal_projector."),
     ],
+    "internvl, new": [
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ],
     "mistral3, new": [
         ("language_model.model.", "model.language_model."),
         ("vision_tower.", "model.vision_tower."),
@@ -126,6 +132,11 @@ def test_a_missing_tensor_of_the_tower_is_named(
         "gemma3": "multi_modal_projector.mm_input_projection_weight",
         "pixtral": "vision_tower.transformer.layers.2.feed_forward.up_proj.weight",
         "mistral3": "multi_modal_projector.patch_merger.merging_layer.weight",
+        "internvl": "vision_tower.encoder.layer.1.lambda_2",
+        "internvl-qwen3": "vision_tower.layernorm.bias",
+        "internvl-llama": "multi_modal_projector.layer_norm.weight",
+        "idefics3": "model.connector.modality_projection.proj.weight",
+        "smolvlm": "model.vision_model.embeddings.position_embedding.weight",
         "qwen2-vl": "visual.merger.mlp.0.bias",
         "qwen2.5-vl": "visual.blocks.1.mlp.up_proj.weight",
         "qwen3-vl": "model.visual.deepstack_merger_list.1.norm.weight",
@@ -142,11 +153,15 @@ def test_a_missing_tensor_of_the_tower_is_named(
 def test_an_unknown_tensor_of_the_tower_is_named(
     name: str, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    place = "visual.blocks.7"
-    if VARIANTS[name].is_fixed:
-        place = "vision_tower.encoder.layers.7"
-    elif VARIANTS[name].is_pixtral:
-        place = "vision_tower.transformer.layers.7"
+    place = {
+        "llava": "vision_tower.encoder.layers.7",
+        "gemma3": "vision_tower.encoder.layers.7",
+        "pixtral": "vision_tower.transformer.layers.7",
+        "mistral3": "vision_tower.transformer.layers.7",
+        "internvl": "vision_tower.encoder.layer.7",
+        "idefics3": "model.vision_model.encoder.layers.7",
+        "smolvlm": "model.vision_model.encoder.layers.7",
+    }.get(name.split("-")[0], "visual.blocks.7")
     tensors = {**tensors_of(saved[name]), f"{place}.other.weight": torch.zeros(2)}
     directory = rewrite(saved[name], tmp_path / "other", tensors)
     with pytest.raises(CheckpointError, match=rf"has unexpected tensor {place}\.other\.weight"):
@@ -189,7 +204,9 @@ def matrices(model: Decoder) -> dict[str, LinearBase]:
     return {name: each for name, each in model.named_modules() if isinstance(each, LinearBase)}
 
 
-@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    "name", ["llava", "mistral3", "qwen2.5-vl", "qwen3-vl", "internvl", "smolvlm"]
+)
 def test_int8_on_load_leaves_the_tower_as_it_is(name: str, saved: dict[str, Path]) -> None:
     floats, _ = load(saved[name], pack=True)
     model, _ = load(saved[name], pack=True, quantization=Quantization.int8)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from docs.list_models import REFUSED as LISTED
+from ostinato.conf.schema import ModelSection
+from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
-from ostinato.models.registry import model_class
+from ostinato.models.registry import model_class, read_model_config
 from tests.models.config_json.test_every_key import NEUTRAL, mutations
 from tests.models.vision.image_models import (
     MINISTRAL3,
@@ -35,7 +41,20 @@ GENERAL = {
 }  # fmt: skip
 GEMMA_TOKENS = {"boi_token_index", "eoi_token_index"}
 WINDOW = {"max_window_layers", "sliding_window", "use_sliding_window"}
+# Only the key at the top level is read.
+HEAD = "text_config.tie_word_embeddings"
+INTERN = {
+    "hidden_dropout_prob", "layer_scale_init_value", "projection_dropout", HEAD,
+    "use_mask_token",  # the tensor is not used
+}  # fmt: skip
+IDEFICS = {"pretraining_tp", "_pad_token_id", HEAD}
 NEUTRAL_IN = {
+    "internvl": WINDOW | INTERN,
+    "internvl-qwen3": WINDOW | INTERN,
+    # The state that is read has no norm.
+    "internvl-llama": INTERN | {"pretraining_tp", "vision_config.use_mean_pooling"},
+    "idefics3": IDEFICS,
+    "smolvlm": IDEFICS,
     "llava": {"pretraining_tp"},
     "llava-mistral": set[str](),
     # The key is true in both places, and one of them is enough.
@@ -48,9 +67,8 @@ NEUTRAL_IN = {
     "ministral3": {"image_size", "text_config.rope_parameters.max_position_embeddings"},
     "qwen2-vl": WINDOW,
     "qwen2.5-vl": WINDOW | {"text_config.tie_word_embeddings"},
-    # Only the key at the top level is read.
-    "qwen3-vl": {"sliding_window", "text_config.tie_word_embeddings"},
-    "qwen3-vl-moe": {"sliding_window", "text_config.tie_word_embeddings"},
+    "qwen3-vl": {"sliding_window", HEAD},
+    "qwen3-vl-moe": {"sliding_window", HEAD},
 }
 
 
@@ -167,7 +185,37 @@ def test_llava_with_the_defaults_of_its_parts() -> None:
     assert config.vision.num_used_layers == 23
 
 
+def test_the_head_of_an_internvl_without_the_key(tmp_path: Path) -> None:
+    """It is tied unless the checkpoint has one. Published files lack the key, and have a head."""
+    hf_config = config_of(VARIANTS["internvl"])
+    del hf_config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(hf_config, default=str))
+    for names, is_tied in (
+        (["model.language_model.embed_tokens.weight"], True),
+        (["language_model.model.embed_tokens.weight", "language_model.lm_head.weight"], False),
+        (["lm_head.weight"], False),
+    ):
+        save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+        section = ModelSection(path=str(tmp_path))
+        assert read_model_config(open_checkpoint(section)).tie_word_embeddings is is_tied
+    section = ModelSection(path=str(tmp_path), config={"tie_word_embeddings": True})
+    assert read_model_config(open_checkpoint(section)).tie_word_embeddings
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("internvl", {"downsample_ratio": 0.3}, "downsample_ratio=0.3 is not supported; it must be 1"),
+    ("internvl", {"downsample_ratio": 1 / 3}, "merges 3 patches in a row, so vision_config.image"),
+    ("internvl", {"vision_feature_layer": [-1]}, r"vision_feature_layer=\[-1\] must be one of -4"),
+    ("internvl", {"vision_config": {"image_size": [28, 14]}}, "both numbers must be the same"),
+    ("internvl", {"vision_config": {"num_attention_heads": 3}}, "multiple of the number of heads"),
+    ("internvl", {"text_config": {"model_type": "gemma"}}, "supported: qwen2, qwen3, llama"),
+    ("idefics3", {"scale_factor": 0}, "scale_factor must be an integer of at least 1, got 0"),
+    (
+        "idefics3",
+        {"vision_config": {"image_size": 6}},
+        "image_size=6 must be at least patch_size=7",
+    ),
+    ("smolvlm", {"text_config": {"model_type": "qwen2"}}, "text_config.model_type=qwen2"),
     (
         "llava",
         {"vision_feature_layer": 4},
@@ -285,4 +333,4 @@ def test_what_the_page_lists_is_refused_by_its_key(name: str) -> None:
     for key, value, _, _ in listed:
         outer, _, inner = key.rpartition(".")
         with pytest.raises(ValueError, match=f"{inner}={value} is not supported"):
-            read({**config, outer: {**config[outer], inner: value}})
+            read({**config, outer or key: {**config[outer], inner: value} if outer else value})

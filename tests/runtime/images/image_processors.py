@@ -13,15 +13,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from ostinato.models.vision.image_fields import read_image_spec
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.runtime.images.prepare_image import ImageLimits
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import PreparedImages, PromptImage
 
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1 << 20)
 
@@ -62,8 +65,50 @@ def _pixtral(name: str, patch_size: int, **other: Any) -> dict[str, Any]:
     return made.to_dict()
 
 
+def _tiled(name: str, edge: int, merge_key: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    tower = {"image_size": edge, "patch_size": 7, **vision}
+    return getattr(transformers, name)(vision_config=tower, **merge_key).to_dict()
+
+
 _QWEN_SIZE = {"shortest_edge": 4 * 784, "longest_edge": 12 * 784}
+_TILE = {"height": 28, "width": 28}
 PROCESSORS = {
+    "internvl": Processor(
+        GotOcr2ImageProcessorPil,
+        lambda: GotOcr2ImageProcessorPil(size=_TILE, max_patches=5, image_mean=[0.4, 0.5, 0.6]),
+        _tiled("InternVLConfig", 28, {"downsample_ratio": 0.5}),
+        {"image_seq_length": 4},
+    ),
+    "internvl-many": Processor(
+        GotOcr2ImageProcessorPil,
+        lambda: GotOcr2ImageProcessorPil(size=_TILE, min_patches=3, max_patches=12, resample=2),
+        _tiled("InternVLConfig", 28, {"downsample_ratio": 1.0}),
+        {"image_seq_length": 16},
+    ),
+    "idefics3": Processor(
+        Idefics3ImageProcessorPil,
+        lambda: Idefics3ImageProcessorPil(
+            size={"longest_edge": 85}, max_image_size={"longest_edge": 28}
+        ),
+        _tiled("Idefics3Config", 28, {"scale_factor": 2}),
+        {"image_seq_len": 4},
+    ),
+    "idefics3-whole": Processor(
+        Idefics3ImageProcessorPil,
+        lambda: Idefics3ImageProcessorPil(
+            size={"longest_edge": 45}, max_image_size={"longest_edge": 30}, do_image_splitting=False
+        ),
+        _tiled("Idefics3Config", 30, {"scale_factor": 4}),
+        {"image_seq_len": 1},
+    ),
+    "smolvlm": Processor(
+        SmolVLMImageProcessorPil,
+        lambda: SmolVLMImageProcessorPil(
+            size={"longest_edge": 60}, max_image_size={"longest_edge": 23}, resample=3
+        ),
+        _tiled("SmolVLMConfig", 28, {"scale_factor": 3}),
+        {"image_seq_len": 1},
+    ),
     "clip": Processor(
         CLIPImageProcessorPil,
         lambda: CLIPImageProcessorPil(size={"shortest_edge": 42}, crop_size=28),
@@ -141,11 +186,16 @@ def read_spec(directory: Path, config: dict[str, Any], **options: Any) -> ImageS
 
 
 def reference_colours(processor: Any, image: Image.Image, spec: ImageSpec) -> NDArray[Any]:
-    """What transformers makes of an image: [height, width, 3]."""
-    # PixtralProcessor gives the size of a merged patch to its image processor.
-    unit = {"patch_size": spec.unit} if spec.sizing is ImageSizing.shrunk else {}
-    result = processor(image, return_tensors="np", **unit)
+    """What transformers makes of an image: [height, width, 3], of tiles [n, height, width, 3]."""
+    asks: dict[str, Any] = {}
+    if hasattr(processor, "crop_to_patches"):  # the processor of InternVL always passes this
+        asks = {"crop_to_patches": True}
+    elif spec.sizing is ImageSizing.shrunk:  # PixtralProcessor gives the size of a merged patch
+        asks = {"patch_size": spec.unit}
+    result = processor(image, return_tensors="np", **asks)
     values = np.asarray(result["pixel_values"])
+    if spec.sizing is ImageSizing.tiles:
+        return np.moveaxis(values.reshape(-1, *values.shape[-3:]), 1, -1)
     if spec.sizing is not ImageSizing.dynamic:
         return np.moveaxis(values[0], 0, -1)
     (_, rows, columns), patch, merge = result["image_grid_thw"][0], spec.patch_size, spec.merge_size
@@ -155,10 +205,19 @@ def reference_colours(processor: Any, image: Image.Image, spec: ImageSpec) -> ND
     return values.reshape(rows * patch, columns * patch, 3)
 
 
-def pixels_of(prepared: PromptImage) -> NDArray[np.uint8]:
-    """The pixels of a prepared image: [height, width, 3]."""
-    pixels = np.frombuffer(prepared.pixels, np.uint8)
-    return pixels.reshape(prepared.height, prepared.width, 3)
+def one_part(prepared: PreparedImages) -> PromptImage:
+    """An image that is not cut into tiles."""
+    (part,) = prepared.parts
+    assert not prepared.text
+    return part
+
+
+def pixels_of(prepared: PreparedImages) -> NDArray[np.uint8]:
+    """The pixels of a prepared image: [height, width, 3], of tiles [n, height, width, 3]."""
+    found = np.stack(
+        [np.frombuffer(part.pixels, np.uint8).reshape(part.shape) for part in prepared.parts]
+    )
+    return found if prepared.text else found[0]
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

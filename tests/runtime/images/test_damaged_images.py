@@ -138,7 +138,7 @@ def test_changed_bytes_give_an_image_or_a_refusal(file_format: str):
             changed[at] = value
         with contextlib.suppress(InvalidRequestError):
             prepared = prepare_image(bytes(changed), SPEC, LIMITS, "image")
-            assert len(prepared.pixels) == 28 * 28 * 3
+            assert len(prepared.parts[0].pixels) == 28 * 28 * 3
 
     check()
 

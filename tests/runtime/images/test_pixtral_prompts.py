@@ -199,7 +199,7 @@ def test_the_files_of_pixtral_12b_and_mistral_small(tmp_path: Path):
         (tmp_path / FILE).write_text(json.dumps(whole))
         spec = read_spec(tmp_path, {"model_type": name, **config})
         assert (spec.unit, spec.max_edges) == (patch_size * merge_size, (edge, edge))
-        image = prepare_pil(Image.new("RGB", (2000, 700)), spec, LARGE, "image")
+        (image,) = prepare_pil(Image.new("RGB", (2000, 700)), spec, LARGE, "image").parts
         # The longest edge becomes that of the file. The other one is rounded up.
         rows = -(-int(700 / (2000 / edge)) // spec.unit)
         assert image.num_tokens == rows * (edge // spec.unit + 1)

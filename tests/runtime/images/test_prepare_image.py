@@ -21,6 +21,7 @@ from ostinato.runtime.images.prepare_image import ImageLimits, prepare_image, pr
 from tests.runtime.images.image_processors import (
     LIMITS,
     PROCESSORS,
+    one_part,
     picture,
     pixels_of,
     read_spec,
@@ -93,12 +94,14 @@ def test_pixels_are_those_of_transformers(name: str, loaded: dict[str, Loaded]):
         assert np.array_equal(pixels_of(prepared), expected)
         assert (image.mode, image.info, image.tobytes()) == before
         unit = (case.spec.patch_size * case.spec.merge_size) ** 2
-        is_fixed = case.spec.sizing is ImageSizing.fixed
-        assert prepared.num_rows == (
-            case.spec.num_tokens if is_fixed else prepared.height * prepared.width // unit
-        )
-        num_ends = prepared.height // case.spec.unit if case.spec.row_ends else 0
-        assert prepared.num_tokens == prepared.num_rows + num_ends
+        for part in prepared.parts:
+            assert part.num_rows == (
+                case.spec.num_tokens if case.spec.has_one_size else part.height * part.width // unit
+            )
+            num_ends = part.height // case.spec.unit if case.spec.row_ends else 0
+            assert part.num_tokens == part.num_rows + num_ends
+        assert sum(part.num_rows for part in prepared.parts) <= case.spec.max_tokens
+        assert len(prepared.parts) == max(1, prepared.text.count(case.spec.placeholder))
 
     check()
 
@@ -145,7 +148,8 @@ def test_the_exif_orientation_is_applied(
     case = loaded["qwen2_vl"]
     prepared = prepare_image(data, case.spec, LIMITS, "image")
     assert np.array_equal(pixels_of(prepared), expected_pixels(case, turned))
-    assert (prepared.height > prepared.width) == (5 <= orientation <= 8)
+    part = one_part(prepared)
+    assert (part.height > part.width) == (5 <= orientation <= 8)
     assert prepare_pil(Image.open(io.BytesIO(data)), case.spec, LIMITS, "image") == prepared
 
 
@@ -188,10 +192,10 @@ def test_the_first_frame_of_an_animation_is_used(file_format: str, loaded: dict[
 def test_equal_pixels_have_equal_digests(loaded: dict[str, Loaded]):
     case, image = loaded["qwen2_vl"], picture(56, 84)
     png, bmp = (
-        prepare_image(encoded(image, file_format), case.spec, LIMITS, "image")
+        one_part(prepare_image(encoded(image, file_format), case.spec, LIMITS, "image"))
         for file_format in ("PNG", "BMP")
     )
-    assert png == bmp == prepare_pil(image, case.spec, LIMITS, "image")
+    assert png == bmp == one_part(prepare_pil(image, case.spec, LIMITS, "image"))
     sizes = struct.pack("<II", png.height, png.width)
     assert png.digest == hashlib.blake2b(sizes + png.pixels, digest_size=32).digest()
     assert (png.begin, png.end) == (0, png.num_tokens)
@@ -199,7 +203,9 @@ def test_equal_pixels_have_equal_digests(loaded: dict[str, Loaded]):
     changed.putpixel((3, 5), (1, 2, 3))
     # The same bytes in another shape are another image.
     reshaped = Image.frombytes("RGB", (84, 56), image.tobytes())
-    others = [prepare_pil(each, case.spec, LIMITS, "image") for each in (changed, reshaped)]
+    others = [
+        one_part(prepare_pil(each, case.spec, LIMITS, "image")) for each in (changed, reshaped)
+    ]
     assert others[1].pixels == png.pixels
     assert len({each.digest for each in (png, *others)}) == 3
 
@@ -227,7 +233,7 @@ def test_no_image_has_more_tokens_than_the_largest(
         with pytest.raises(InvalidRequestError, match="at most 200 times"):
             prepare_pil(image, spec, limits, "image")
         return
-    prepared = prepare_pil(image, spec, limits, "image")
+    prepared = one_part(prepare_pil(image, spec, limits, "image"))
     assert 1 <= prepared.num_tokens <= spec.max_tokens
     assert prepared.num_tokens == prepared.height * prepared.width // unit
 
@@ -250,7 +256,7 @@ def test_a_shrunk_image_keeps_the_limits(
     image = Image.new("RGB", (width, height))
     if max(width, height) > 200 * min(width, height):
         return
-    prepared = prepare_pil(image, spec, limits, "image")
+    (prepared,) = prepare_pil(image, spec, limits, "image").parts
     expected = get_resize_output_image_size(
         np.zeros((height, width, 3)), (high, wide), unit, input_data_format="channels_last"
     )
@@ -258,7 +264,7 @@ def test_a_shrunk_image_keeps_the_limits(
     assert prepared.num_rows == prepared.height * prepared.width // unit**2 <= spec.max_tokens
     most = spec.least_pixels + more
     limited = spec.limited(most)
-    smaller = prepare_pil(image, limited, limits, "image")
+    (smaller,) = prepare_pil(image, limited, limits, "image").parts
     assert smaller.height * smaller.width <= most
     assert smaller.num_rows <= limited.max_tokens
     assert spec.limited(1 << 20) == spec
@@ -268,7 +274,7 @@ def test_a_shrunk_image_keeps_the_limits(
 def test_long_and_narrow_images_are_refused(name: str, loaded: dict[str, Loaded]):
     spec = loaded[name].spec
     for size in ((201, 1), (1, 201)):
-        assert prepare_pil(Image.new("RGB", (200, 1)), spec, LIMITS, "a.b").begin == 0
+        assert len(prepare_pil(Image.new("RGB", (200, 1)), spec, LIMITS, "a.b").parts) == 1
         with pytest.raises(InvalidRequestError, match=r"^a\.b: .*at most 200 times") as caught:
             prepare_pil(Image.new("RGB", size), spec, LIMITS, "a.b")
         assert (caught.value.param, caught.value.code) == ("a.b", "invalid_image")
@@ -276,7 +282,8 @@ def test_long_and_narrow_images_are_refused(name: str, loaded: dict[str, Loaded]
 
 def test_a_square_to_which_an_image_is_padded_is_limited(loaded: dict[str, Loaded]):
     spec, limits = loaded["llava"].spec, ImageLimits(max_bytes=0, max_pixels=10_000)
-    assert prepare_pil(Image.new("RGB", (100, 3)), spec, limits, "image").num_tokens == 4
+    prepared = one_part(prepare_pil(Image.new("RGB", (100, 3)), spec, limits, "image"))
+    assert prepared.num_tokens == 4
     with pytest.raises(InvalidRequestError, match=r"padded to 101x101"):
         prepare_pil(Image.new("RGB", (101, 3)), spec, limits, "image")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.video.sample_frames import pair_times
 from tests.api.media.image_apps import served
 from tests.api.media.sound_apps import served_sounds, sound_spec
-from tests.runtime.video.video_files import video_spec
+from tests.runtime.video.video_files import video_spec, with_times
 
 SPEC = ImageSpec(
     sizing=ImageSizing.fixed, placeholder_id=9, placeholder="<image>",
@@ -46,7 +47,7 @@ def media(images: list[PromptImage]) -> list[PreparedMedium]:
 
 
 def no_text(text: str) -> list[int]:
-    raise AssertionError("images have no times")
+    raise AssertionError("these media have no text")
 
 
 texts = st.lists(st.integers(0, 8), max_size=6)
@@ -96,12 +97,21 @@ def video(num_pairs: int, num_tokens: int, *, times: bool) -> PreparedMedium:
         )
         for number in range(num_pairs)
     )
-    shown = tuple(f"<{number}.5 seconds>" for number in range(num_pairs)) if times else ()
-    return PreparedMedium(pairs, MediaKind.video, times=shown)
+    shown = [f"<{number}.5 seconds>" for number in range(num_pairs)] if times else []
+    return PreparedMedium(pairs, MediaKind.video, with_times(*shown))
+
+
+SPECIAL = {"<image>": 9, "<|video_pad|>": 21, "<|vision_start|>": 22, "<|vision_end|>": 23}
 
 
 def letters(text: str) -> list[int]:
-    return [1000 + ord(letter) for letter in text]
+    """A token for each letter, and one for each special token."""
+    pieces = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text)
+    return [
+        token
+        for piece in pieces
+        for token in ([SPECIAL[piece]] if piece in SPECIAL else [1000 + ord(one) for one in piece])
+    ]
 
 
 # (is it a video, its pairs, embeddings of an image or pair, the text after it)
@@ -143,6 +153,36 @@ def test_pairs_with_times(is_marked: bool):
     assert [expanded[one.begin : one.end] for one in placed] == [[21] * 3, [21] * 3, [9] * 2]
 
 
+@given(
+    texts,
+    st.lists(st.tuples(st.lists(st.tuples(st.text("ab"), st.integers(1, 5)), min_size=1),
+                       st.text("ab"), texts), max_size=4),
+)  # fmt: skip
+def test_tiles_with_texts(
+    begin: list[int], parts: list[tuple[list[tuple[str, int]], str, list[int]]]
+):
+    """An image of several tiles has texts before each tile and after the last."""
+    prompt, expected, listed, order = list(begin), list(begin), [], []
+    for tiles, last, text in parts:
+        shown = "".join(f"{before}<image>" for before, _ in tiles) + last
+        listed.append(PreparedMedium(tuple(image(count) for _, count in tiles), text=shown))
+        prompt += [9, *text]
+        for before, count in tiles:
+            expected += letters(before)
+            order.append((len(expected), count))
+            expected += [9] * count
+        expected += [*letters(last), *text]
+    expanded, placed = expand_placeholders(prompt, listed, SPEC, letters, param="messages")
+    assert expanded == expected
+    assert [(one.begin, one.num_tokens) for one in placed] == order
+
+
+def test_a_tokenizer_that_does_not_know_the_placeholder_is_refused():
+    medium = PreparedMedium((image(2), image(3)), text="a<image>b<image>")
+    with pytest.raises(ValueError, match=r"makes 0 tokens 9 of a text with 2 placeholders; copy"):
+        expand_placeholders([9], [medium], SPEC, lambda text: [1, 2], param="messages")
+
+
 def test_two_videos_side_by_side():
     prompt = [22, 21, 23, 22, 21, 23]
     one = video(1, 2, times=True)
@@ -165,7 +205,8 @@ def test_the_text_of_a_video_is_that_of_transformers():
     inputs = {"video_grid_thw": [torch.tensor([3, 4, 6])], "video_metadata": [metadata]}
     expected = Qwen3VLProcessor.replace_video_token(processor, inputs, 0)
     pairs = video(3, 6, times=False).parts
-    medium = PreparedMedium(pairs, MediaKind.video, times=pair_times([0, 30, 61, 90, 200], 24.0))
+    text = with_times(*pair_times([0, 30, 61, 90, 200], 24.0))
+    medium = PreparedMedium(pairs, MediaKind.video, text)
     expanded, _ = expand_placeholders([22, 21, 23], [medium], VIDEO_3, letters, param="messages")
     names = {22: "(", 21: "v", 23: ")"}
     assert "".join(names.get(token, chr(max(0, token - 1000))) for token in expanded) == expected

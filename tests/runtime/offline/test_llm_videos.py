@@ -39,7 +39,7 @@ def pairs_in(token_ids: list[int], spec: Any) -> list[PromptImage]:
     """The pairs of `FILM`, at the places where the placeholder tokens are."""
     pairs = prepare_video(
         FILM, FrameSampling(), spec, ImagesConfig(), VideoConfig(), "x", max_tokens=10**9
-    ).pairs
+    ).parts
     places = [at for at, token in enumerate(token_ids) if token == spec.video.placeholder_id]
     assert len(places) == sum(pair.num_tokens for pair in pairs)
     placed: list[PromptImage] = []

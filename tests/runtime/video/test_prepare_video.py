@@ -29,10 +29,10 @@ from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import split_patches
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.images import PromptImage, image_digest
+from ostinato.runtime.types.images import PreparedImages, PromptImage, image_digest
 from ostinato.runtime.video.prepare_video import frame_size
 from ostinato.runtime.video.video_inputs import VideoContent, check_sampling, prepare_video
-from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames, PreparedVideo
+from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames
 from tests.runtime.video.video_files import (
     NAME,
     Frames,
@@ -44,6 +44,7 @@ from tests.runtime.video.video_files import (
     spec_2,
     spec_2_5,
     spec_3,
+    with_times,
 )
 
 edges = st.integers(1, 3000)
@@ -59,7 +60,7 @@ def prepare(
     max_tokens: int = 10**9,
     images: dict[str, Any] | None = None,
     **config: Any,
-) -> PreparedVideo:
+) -> PreparedImages:
     return prepare_video(
         content,
         sampling,
@@ -127,7 +128,7 @@ def test_resized_pixels_are_those_of_torch(height: int, width: int, resample: in
     """torchvision's resize, which the processors use, is this function of torch."""
     spec = msgspec.structs.replace(small_spec(), resample=resample)
     frames = noise(2, width, height, seed)
-    (pair,) = prepare(GivenFrames(frames), spec).pairs
+    (pair,) = prepare(GivenFrames(frames), spec).parts
     size = (pair.height, pair.width)
     mode = "bilinear" if resample == 2 else "bicubic"
     planes = torch.from_numpy(frames).permute(0, 3, 1, 2)
@@ -143,13 +144,13 @@ def test_patches_are_those_of_transformers(number: int):
     """An odd last frame is repeated. The pairs have the processor's patches, in its order."""
     frames = noise(number, 32, 24)
     prepared = prepare(GivenFrames(frames), small_spec(min_pixels=64, max_pixels=32 * 24))
-    assert {(pair.height, pair.width) for pair in prepared.pairs} == {(24, 32)}
+    assert {(pair.height, pair.width) for pair in prepared.parts} == {(24, 32)}
     videos = torch.from_numpy(frames).permute(0, 3, 1, 2)[None]
     processor: Any = SimpleNamespace()
     expected, steps, rows, columns = Qwen3VLVideoProcessor.patchify(processor, videos, 4, 2, 2)
-    assert (steps, rows, columns) == (len(prepared.pairs), 6, 8)
+    assert (steps, rows, columns) == (len(prepared.parts), 6, 8)
     ours = [
-        split_patches(torch.from_numpy(pixels_of(pair).copy()), 4, 2) for pair in prepared.pairs
+        split_patches(torch.from_numpy(pixels_of(pair).copy()), 4, 2) for pair in prepared.parts
     ]
     assert torch.equal(torch.cat(ours), expected[0])
 
@@ -162,14 +163,16 @@ def test_the_fields_of_pairs():
         (spec_3(), [0, 0, 0], [False, False, False]),
     ):
         prepared = prepare(GivenFrames(frames, fps=1.0), small_spec(spec))
-        assert [pair.time_offset for pair in prepared.pairs] == offsets
-        assert [pair.is_continued for pair in prepared.pairs] == continued
-        for pair in prepared.pairs:
+        assert [pair.time_offset for pair in prepared.parts] == offsets
+        assert [pair.is_continued for pair in prepared.parts] == continued
+        for pair in prepared.parts:
             assert (pair.begin, pair.num_frames, pair.num_bytes) == (0, 2, len(pair.pixels))
             assert pair.digest == image_digest(pair.height, pair.width, pair.pixels)
             assert pair.num_tokens == pair.height * pair.width // 64
         times = ("<0.5 seconds>", "<2.5 seconds>", "<4.5 seconds>")
-        assert prepared.times == (times if spec.video and spec.video.states_times else ())
+        assert prepared.text == (
+            with_times(*times) if spec.video and spec.video.states_times else ""
+        )
 
 
 @pytest.mark.parametrize("name", ["mp4-h264", "webm-vp9", "avi-h264", "gif"])
@@ -181,19 +184,19 @@ def test_frames_of_a_file(name: str):
     spec = small_spec(spec_3(), max_pixels=6 * 64 * 48)
     prepared = prepare(data, spec, FrameSampling(num_frames=6))
     again = prepare(GivenFrames(np.stack([whole[index] for index in indices])), spec)
-    assert [pair.pixels for pair in prepared.pairs] == [pair.pixels for pair in again.pairs]
+    assert [pair.pixels for pair in prepared.parts] == [pair.pixels for pair in again.parts]
     means = [(indices[at] + indices[at + 1]) / 2 / 30 for at in (0, 2, 4)]
-    assert prepared.times == tuple(f"<{mean:.1f} seconds>" for mean in means)
+    assert prepared.text == with_times(*(f"<{mean:.1f} seconds>" for mean in means))
     in_time = prepare(data, small_spec(spec_2_5()), FrameSampling(num_frames=6))
     interval = 2.0 * 2 / (6 / 60 * 30)
-    assert [pair.time_offset for pair in in_time.pairs] == [int(interval * at) for at in range(3)]
+    assert [pair.time_offset for pair in in_time.parts] == [int(interval * at) for at in range(3)]
 
 
 def test_the_number_of_frames_follows_request_setting_and_spec():
     data = encode(film(90), "mp4-mpeg4")  # three seconds
 
     def count(sampling: FrameSampling = FrameSampling(), **config: Any) -> int:  # noqa: B008
-        return len(prepare(data, small_spec(), sampling, **config).pairs)
+        return len(prepare(data, small_spec(), sampling, **config).parts)
 
     assert count() == 3  # two frames a second
     assert count(fps=4.0) == 6
@@ -221,7 +224,7 @@ def test_jpeg_files():
         found = prepare(files, small_spec(spec_3()), FrameSampling(fps=fps))
         again = prepare(GivenFrames(shown, fps=fps or 1.0), small_spec(spec_3()))
         assert found == again
-    assert len(found.pairs) == 3
+    assert len(found.parts) == 3
 
 
 def test_given_frames_of_pillow_and_numpy_are_alike():
@@ -238,7 +241,7 @@ def test_the_rate_of_given_frames():
     given = GivenFrames(frames, fps=30.0, indices=(0, 30, 60, 90), num_total=120)
     assert prepare(given, spec) == prepare(GivenFrames(frames, fps=1.0), spec)
     given = GivenFrames(frames, fps=30.0, indices=(0, 30, 60, 90), num_total=120)
-    assert prepare(given, small_spec(spec_3())).times == ("<0.5 seconds>", "<2.5 seconds>")
+    assert prepare(given, small_spec(spec_3())).text == with_times("<0.5 seconds>", "<2.5 seconds>")
     # Without a rate, it is the setting's, or that at which the model samples.
     plain = prepare(GivenFrames(frames), spec)
     assert plain == prepare(GivenFrames(frames, fps=2.0), spec)
@@ -255,7 +258,7 @@ def test_limits():
     assert "frame 1: the image is 64x48" in refused(
         "invalid_video", content, images={"max_pixels": 64 * 48 - 1}
     )
-    tokens = sum(pair.num_tokens for pair in prepare(content).pairs)
+    tokens = sum(pair.num_tokens for pair in prepare(content).parts)
     assert prepare(content, max_tokens=tokens)
     needs = f"have {tokens} embeddings, and the request can have {tokens - 1} more"
     for other in (content, jpegs(frames)):

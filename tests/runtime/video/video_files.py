@@ -131,6 +131,11 @@ def video_spec(**fields: Any) -> VideoSpec:
     return VideoSpec(**{**values, **fields})
 
 
+def with_times(*times: str) -> str:
+    """The text of a video in the prompt of a model that states times."""
+    return "".join(f"{time}<|vision_start|><|video_pad|><|vision_end|>" for time in times)
+
+
 def spec_2(**fields: Any) -> ImageSpec:
     """How Qwen2-VL takes images and videos; `fields` are those of its videos."""
     return _image_spec(14, video_spec(**fields))
