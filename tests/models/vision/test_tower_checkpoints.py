@@ -208,7 +208,9 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.method)
-@pytest.mark.parametrize("case", ["qwen2.5-vl", "qwen2.5-vl, new", "llava", "llava, new", "mistral3"])
+@pytest.mark.parametrize(
+    "case", ["qwen2.5-vl", "qwen2.5-vl, new", "llava", "llava, new", "mistral3"]
+)
 def test_quantised_checkpoints_have_a_float_tower(
     case: str, form: Form, saved: dict[str, Path], tmp_path: Path
 ) -> None:
