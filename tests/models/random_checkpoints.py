@@ -92,6 +92,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GROWING = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7}
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 
@@ -300,15 +301,7 @@ VARIANTS = {
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
     "ministral3": Variant(
         "ministral3",
-        {
-            **TWO_KV_HEADS,
-            "head_dim": 16,
-            "rope_parameters": {
-                **YARN,
-                "original_max_position_embeddings": 16,
-                "llama_4_scaling_beta": 0.7,
-            },
-        },
+        {**TWO_KV_HEADS, "head_dim": 16, "rope_parameters": GROWING},
     ),
     "mistral": Variant("mistral", {**TWO_KV_HEADS, "sliding_window": 11}),
     "mpt": Variant(

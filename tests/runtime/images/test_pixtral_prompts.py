@@ -68,7 +68,7 @@ def test_prompts_and_pixels_are_those_of_the_processor(
     spec = read_image_spec(
         tmp_path,
         {**case.config, "image_token_index": tokenizer.token_to_id("[IMG]")},
-        token_text=tokenizer.id_to_token,
+        token_text=lambda token: tokenizer.id_to_token(token) or "",
         token_id=tokenizer.token_to_id,
     )
 
