@@ -21,16 +21,8 @@ from ostinato.runtime.media.placeholders import expand_placeholders
 from ostinato.runtime.media.prompt_media import PreparedMedium
 from ostinato.runtime.types.images import PromptImage
 from ostinato.runtime.types.request import Request
-from tests.models.vision.image_models import (
-    IMAGE,
-    MEAN,
-    STD,
-    VARIANTS,
-    ImageVariant,
-    hf_logits,
-    reference_model,
-    spec_of,
-)
+from tests.models.vision.image_models import MEAN, STD, hf_logits, reference_model, spec_of
+from tests.models.vision.image_variants import IMAGE, VARIANTS, ImageVariant
 
 _ADDED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 _ADDED_OF_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[PAD]")

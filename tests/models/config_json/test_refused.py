@@ -18,8 +18,8 @@ from ostinato.models.registry import model_class, read_model_config
 from tests.models.audio.sound_models import ARCHITECTURES as SOUND_ARCHITECTURES
 from tests.models.config_json.test_every_key import config_of, mutations
 from tests.models.random_checkpoints import VARIANTS
-from tests.models.vision.image_models import VARIANTS as IMAGE_VARIANTS
-from tests.models.vision.image_models import hf_class_of
+from tests.models.vision.image_variants import VARIANTS as IMAGE_VARIANTS
+from tests.models.vision.image_variants import hf_class_of
 
 
 @cache

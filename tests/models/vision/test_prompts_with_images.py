@@ -15,12 +15,9 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.step_tensors import LookaheadTensors
 from tests.models.vision.image_models import (
-    MINISTRAL3,
     TOLERANCE,
-    VARIANTS,
     ImageDriver,
     ImageSequence,
-    ImageVariant,
     encode,
     fill_tables,
     hf_logits,
@@ -30,6 +27,7 @@ from tests.models.vision.image_models import (
     reference_model,
     spec_of,
 )
+from tests.models.vision.image_variants import MINISTRAL3, VARIANTS, ImageVariant
 
 TEXT = [(7 * index * index + 13 * index + 5) % 189 for index in range(30)]
 

@@ -20,14 +20,8 @@ from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model
 from ostinato.models.sharding import Shard, Span, Stage
 from tests.models.quantized_checkpoints.writers import Form, write
-from tests.models.vision.image_models import (
-    VARIANTS,
-    encode,
-    load,
-    random_pixels,
-    reference_model,
-    spec_of,
-)
+from tests.models.vision.image_models import encode, load, random_pixels, reference_model, spec_of
+from tests.models.vision.image_variants import VARIANTS
 
 # Name of a variant -> (beginning of a name that transformers saves, beginning of another name).
 OTHER_NAMES = {

@@ -18,7 +18,7 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
 from ostinato.models.registry import model_class, read_model_config
 from tests.models.config_json.test_every_key import NEUTRAL, mutations
-from tests.models.vision.image_models import (
+from tests.models.vision.image_variants import (
     MINISTRAL3,
     VARIANTS,
     ImageVariant,

@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from ostinato.models.decoder import Decoder
 from tests.models.vision.image_models import (
     TOLERANCE,
-    VARIANTS,
-    ImageVariant,
     encode,
     hf_features,
     load,
@@ -22,6 +20,7 @@ from tests.models.vision.image_models import (
     reference_model,
     spec_of,
 )
+from tests.models.vision.image_variants import VARIANTS, ImageVariant
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from ostinato.models.decoder import Decoder
 from tests.models.vision.image_models import (
     TOLERANCE,
-    VARIANTS,
-    ImageVariant,
     encode,
     load,
     num_units,
@@ -21,6 +19,7 @@ from tests.models.vision.image_models import (
     reference_model,
     spec_of,
 )
+from tests.models.vision.image_variants import VARIANTS, ImageVariant
 from tests.models.vision.video_models import hf_video_features, random_video
 
 WITH_VIDEOS = [name for name, each in VARIANTS.items() if each.kind.startswith("Qwen")]

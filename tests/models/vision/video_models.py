@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models.vision.image_models import MEAN, STD, ImageVariant, spec_of
+from tests.models.vision.image_models import MEAN, STD, spec_of
+from tests.models.vision.image_variants import ImageVariant
 
 VIDEO = 191  # the token that stands for an embedding
 

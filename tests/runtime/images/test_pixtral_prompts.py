@@ -22,6 +22,7 @@ from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.images.prepare_image import ImageLimits, prepare_pil
 from ostinato.runtime.media.placeholders import expand_placeholders
 from ostinato.runtime.media.prompt_media import PreparedMedium
+from ostinato.runtime.types.images import PreparedImages
 from tests.runtime.images.image_processors import (
     LIMITS,
     PROCESSORS,
@@ -81,7 +82,7 @@ def test_prompts_and_pixels_are_those_of_the_processor(
         prepared = [prepare_pil(image, spec, LIMITS, "image") for image in images]
         token_ids, placed = expand_placeholders(
             tokenizer.encode(text).ids,
-            [PreparedMedium((one,)) for one in prepared],
+            [PreparedMedium(one.parts) for one in prepared],
             spec,
             lambda text: [],
             param="prompt",
@@ -89,7 +90,9 @@ def test_prompts_and_pixels_are_those_of_the_processor(
         assert token_ids == expected["input_ids"][0].tolist()
         assert [[one.height, one.width] for one in placed] == expected["image_sizes"].tolist()
         for one, colours in zip(placed, expected["pixel_values"], strict=True):
-            pixels = (pixels_of(one) * np.float64(spec.rescale) - spec.mean) / spec.std
+            pixels = (
+                pixels_of(PreparedImages((one,))) * np.float64(spec.rescale) - spec.mean
+            ) / spec.std
             shown = np.moveaxis(colours, 0, -1)[: one.height, : one.width]
             np.testing.assert_allclose(pixels, shown, rtol=1e-5, atol=1e-5)
             tokens = token_ids[one.begin : one.end]

@@ -55,7 +55,7 @@ def test_the_tokens_are_those_of_the_processor(text: str, tmp_path: Path) -> Non
     images.save_pretrained(tmp_path)
     spec = read_spec(tmp_path, config, token_text=tokenizer.convert_ids_to_tokens)
     token_ids = tokenizer(spec.text_to_encode(text))["input_ids"]
-    media = [PreparedMedium((prepare_pil(one, spec, LIMITS, "image"),)) for one in pictures]
+    media = [PreparedMedium(prepare_pil(one, spec, LIMITS, "image").parts) for one in pictures]
     found, placed = expand_placeholders(token_ids, media, spec, lambda text: [], param="prompt")
     assert found == expected
     assert [one.num_tokens for one in placed] == [_NUM_TOKENS] * len(pictures)
