@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
+from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.towers.vision_tower import VisionTower
 from ostinato.runtime.execution.executor import BeginEncoding
 
@@ -55,8 +55,7 @@ class ImageEncoder:
 
     def warm_up(self) -> None:
         spec = self._spec
-        is_dynamic = spec.sizing is ImageSizing.dynamic
-        height, width = (spec.unit, spec.unit) if is_dynamic else spec.fixed_size
+        height, width = spec.fixed_size if spec.has_one_size else (spec.unit, spec.unit)
         rows = [0] * spec.count_tokens(height, width)
         pixels = bytes(height * width * 3)
         for _ in self.begin(BeginEncoding(b"", rows, (height, width, 3), pixels, [])):

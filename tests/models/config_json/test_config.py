@@ -85,6 +85,10 @@ OF_FAMILY = {
     "CodeGenForCausalLM": {"rotary_dim": 8},
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
+    "Gemma3ForConditionalGeneration": {
+        "text_config": {**LLAMA, "num_key_value_heads": 8},
+        "mm_tokens_per_image": 49,
+    },
     "GPT2LMHeadModel": {"n_positions": 2048},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "Glm4MoeLiteForCausalLM": LATENT,

@@ -179,6 +179,8 @@ OTHER_DEFAULTS = {
 # Values that transformers' own default configuration lacks.
 MISSING = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    # The default number of embeddings does not fit the default tower.
+    "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 49},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     # transformers unties the head if a checkpoint has one. The files that state nothing have one.
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},

@@ -81,7 +81,7 @@ def test_chat_has_the_tokens_of_the_processor(served):
     messages = [{"role": "user", "content": [{"type": "text", "text": "w95"}, image]}]
     (result,) = llm.chat(messages, GREEDY, use_progress=False)
     token_ids = result.prompt_token_ids
-    assert token_ids.count(llm.model.images.placeholder_id) == sum(one.num_tokens for one in images)
+    assert token_ids.count(llm.model.images.placeholder_id) == sum(one.num_rows for one in images)
     check_greedy(model, token_ids, images, result.outputs[0].token_ids)
     small = {"type": "image_url", "image_url": {"url": data_url(CAT), "detail": "low"}}
     (result,) = llm.chat([{"role": "user", "content": [small]}], GREEDY, use_progress=False)

@@ -125,7 +125,10 @@ def test_one_frame_is_a_pair():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(20, 300), st.integers(20, 300), st.sampled_from([2, 3]), st.integers(0, 5))
 def test_resized_pixels_are_those_of_torch(height: int, width: int, resample: int, seed: int):
-    """torchvision's resize, which the processors use, is this function of torch."""
+    """torchvision's resize, which the processors use, is this function of torch.
+
+    Both round after each axis. A colour between two numbers can be rounded differently both times.
+    """
     spec = msgspec.structs.replace(small_spec(), resample=resample)
     frames = noise(2, width, height, seed)
     (pair,) = prepare(GivenFrames(frames), spec).parts
@@ -136,7 +139,9 @@ def test_resized_pixels_are_those_of_torch(height: int, width: int, resample: in
         planes, size, mode=mode, align_corners=False, antialias=True
     )
     ours = torch.from_numpy(pixels_of(pair).copy()).permute(0, 3, 1, 2)
-    assert (ours.int() - expected.int()).abs().max() <= 1
+    difference = (ours.int() - expected.int()).abs()
+    assert difference.max() <= 2
+    assert (difference > 1).float().mean() < 1e-4
 
 
 @pytest.mark.parametrize("number", [2, 5])
