@@ -86,7 +86,7 @@ def test_chat_has_the_tokens_of_the_processor(served):
     small = {"type": "image_url", "image_url": {"url": data_url(CAT), "detail": "low"}}
     (result,) = llm.chat([{"role": "user", "content": [small]}], GREEDY, use_progress=False)
     count = result.prompt_token_ids.count(llm.model.images.placeholder_id)
-    assert count == images[0].num_tokens  # they have 24 x 16 pixels, or are one tile
+    assert count == images[0].num_rows  # they have 24 x 16 pixels, or are one tile
 
 
 def test_a_cached_prefix_with_an_image_is_used(served):
