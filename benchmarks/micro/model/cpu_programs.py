@@ -36,6 +36,7 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.recorder import CpuRecorder
 from ostinato.models.step_tensors import ForwardBatch, RopeRows, StepInputs, StepTensors
+from ostinato.ops.attention import AttentionMetadata
 from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("WAYS", "measure")
@@ -126,7 +127,7 @@ class Ways:
         def step(batch: ForwardBatch) -> Tensor:
             hidden, inputs = self._model.begin(batch)
             ((cos, sin),) = inputs.rope.values()
-            metadata = list(inputs.attention)
+            metadata = _given(inputs.attention)
             for weights, caches in zip(self._weights, self._cache, strict=True):
                 hidden = call(weights, hidden, cos, sin, metadata, *caches)
             return self._model.finish(hidden)
@@ -139,7 +140,7 @@ class Ways:
         ((kind, (cos, sin)),) = inputs.rope.items()
         # Zeros describe a step of padding only. The values of the last step would not fit this
         # shape, and the attention kernel would refuse them when the C++ wrapper first runs.
-        metadata = [torch.zeros_like(tensor) for tensor in inputs.attention]
+        metadata = [torch.zeros_like(tensor) for tensor in _given(inputs.attention)]
         tensors = (hidden.clone(), cos.clone(), sin.clone(), metadata)
         return Layer(self._model.layers[0], kind), (self._weights[0], *tensors, *self._cache[0])
 
@@ -182,6 +183,11 @@ class Ways:
             return loader.run([*weights, hidden, cos, sin, *metadata, *caches])[0]
 
         return call
+
+
+def _given(metadata: AttentionMetadata) -> list[Tensor]:
+    """The tensors without the last one, which this model does not have."""
+    return [tensor for tensor in metadata if tensor is not None]
 
 
 def _first_line(error: Exception) -> str:
