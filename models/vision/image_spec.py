@@ -97,6 +97,12 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_tokens
         return height * width // self.unit**2
 
+    def count_prompt_tokens(self, height: int, width: int) -> int:
+        """Tokens of a prompt that stand for a prepared image or tile, with those that end rows."""
+        if self.row_ends is None:
+            return self.count_tokens(height, width)
+        return height // self.unit * self.count_row_tokens(width)
+
     def count_row_tokens(self, width: int) -> int:
         """Tokens of a row of a prepared image, with the one that ends it; 0 = nothing ends rows."""
         return 0 if self.row_ends is None else width // self.unit + 1

@@ -72,7 +72,7 @@ def _sized(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) 
         text = text_of_tiles(rows, columns, spec.tiles, spec.placeholder)
         return PreparedImages(tuple(_part(tile, spec) for tile in tiles), text)
     is_fixed = spec.sizing is ImageSizing.fixed
-    image = _fixed(image, spec, limits, name) if is_fixed else _dynamic(image, spec, name)
+    image = _fixed(image, spec, limits, name) if is_fixed else _with_shape(image, spec, name)
     return PreparedImages((_part(image, spec),))
 
 
@@ -80,15 +80,14 @@ def _part(image: Image.Image, spec: ImageSpec) -> PromptImage:
     """An image or tile of the size that the tower takes."""
     width, height = image.size
     pixels = image.tobytes()
-    row_tokens = spec.count_row_tokens(width)
     return PromptImage(
         digest=image_digest(height, width, pixels),
         begin=0,
-        num_tokens=row_tokens * (height // spec.unit) or spec.count_tokens(height, width),
+        num_tokens=spec.count_prompt_tokens(height, width),
         height=height,
         width=width,
         pixels=pixels,
-        row_tokens=row_tokens,
+        row_tokens=spec.count_row_tokens(width),
     )
 
 
@@ -126,8 +125,8 @@ def _fixed(image: Image.Image, spec: ImageSpec, limits: ImageLimits, name: str) 
     return image.crop((left, top, left + crop_width, top + crop_height))
 
 
-def _dynamic(image: Image.Image, spec: ImageSpec, name: str) -> Image.Image:
-    """The image with edges of whole units of merged patches, within the limits."""
+def _with_shape(image: Image.Image, spec: ImageSpec, name: str) -> Image.Image:
+    """The image within the limits, nearly in its shape, with edges of whole merged patches."""
     width, height = image.size
     check_shape(height, width, name)
     if spec.sizing is ImageSizing.shrunk:

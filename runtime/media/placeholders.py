@@ -211,6 +211,8 @@ def _check_count(
     if count == num_media:
         return
     times = "once" if count == 1 else f"{count} times"
+    if isinstance(spec, ImageSpec) and spec.encoded_as:
+        raise _other_count(times, spec, num_media, param)
     if param != "messages":  # the text of the prompt is the caller's, not a template's
         remedy = f"write {spec.placeholder!r} in the prompt once for each {noun}"
     elif count > num_media:
@@ -224,4 +226,24 @@ def _check_count(
         f"but {kind.counted(num_media)}; the numbers must be equal; {remedy}",
         param=param,
         code=kind.invalid_code,
+    )
+
+
+def _other_count(times: str, spec: ImageSpec, num_images: int, param: str) -> InvalidRequestError:
+    """The error of `_check_count` for a placeholder that is encoded as a longer text."""
+    if param == "messages":
+        remedy = (
+            f"leave {spec.placeholder!r} and its tokens out of the text, and send each image as its"
+            " own part"
+        )
+    else:
+        remedy = (
+            f"write {spec.placeholder!r} in a text, or the tokens of {spec.encoded_as!r} in token"
+            " ids, once for each image"
+        )
+    return InvalidRequestError(
+        f"{param}: the prompt has the token that stands for an image {times}, but "
+        f"{MediaKind.image.counted(num_images)}; the numbers must be equal; {remedy}",
+        param=param,
+        code=MediaKind.image.invalid_code,
     )

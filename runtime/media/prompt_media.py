@@ -167,19 +167,19 @@ def prepare_media(
             request can have, or the package that decodes videos and sounds is missing.
     """
     media: list[PreparedMedium] = []
-    num_tokens = 0
+    num_embeddings = 0
     for source, name in _named(sources, param):
         kind = _kind(source)
         begin(name, kind)
-        most = model.media_cache_tokens - num_tokens
+        most = model.media_cache_tokens - num_embeddings
         try:
             medium = _prepared(source, model, limits, name, fetched, most)
         except InvalidRequestError as error:
             code = error.code or kind.invalid_code
             raise InvalidRequestError(str(error), param=param, code=code) from error
-        num_tokens += sum(part.num_rows for part in medium.parts)
-        if num_tokens > model.media_cache_tokens:
-            raise _too_many_tokens(media, medium, num_tokens, model, param)
+        num_embeddings += sum(part.num_rows for part in medium.parts)
+        if num_embeddings > model.media_cache_tokens:
+            raise _too_many_tokens(media, medium, num_embeddings, model, param)
         media.append(medium)
     _check_times(media, param)
     return media
@@ -208,7 +208,7 @@ def _prepared(
 def _too_many_tokens(
     media: Sequence[PreparedMedium],
     last: PreparedMedium,
-    num_tokens: int,
+    num_embeddings: int,
     model: ServedModel,
     param: str,
 ) -> InvalidRequestError:
@@ -217,7 +217,7 @@ def _too_many_tokens(
     Args:
         media: those before the last one.
         last: with it, there are too many.
-        num_tokens: embeddings of all of them.
+        num_embeddings: embeddings of all of them.
         model: the model.
         param: the field that has them.
     """
@@ -227,8 +227,8 @@ def _too_many_tokens(
     elif any(one.kind is MediaKind.video for one in media):
         noun = "images and videos"
     return InvalidRequestError(
-        f"{param}: the first {len(media) + 1} {noun} have {num_tokens} embeddings, and a request"
-        f" can have {model.media_cache_tokens} ({setting}); {remedy}",
+        f"{param}: the first {len(media) + 1} {noun} have {num_embeddings} embeddings, and a "
+        f"request can have {model.media_cache_tokens} ({setting}); {remedy}",
         param=param,
         code="too_many_embeddings",
     )

@@ -53,15 +53,8 @@ class Admission:
         if match is not None:
             start = len(match.block_ids) * self._cache.block_size
             num_left = sequence.num_tokens - start
-            has_scores = sequence.num_prompt_logits(start, start + 1) > 0
             num_others = len(queues.running) - step.num_grown
-            limit = step.chunk_limit(
-                num_others,
-                num_left,
-                start,
-                has_scores=has_scores,
-                images=sequence.request.images,
-            )
+            limit = step.limit_of(sequence, start, num_left, num_others)
             if self._whole_prompts and not step.scheduled:
                 limit = num_left  # an empty step takes one prompt, even one above the step's limit
             if limit >= (num_left if self._whole_prompts else 1):

@@ -127,6 +127,16 @@ class StepPlan:
             limit = _without_parts(limit, start, images, room)
         return limit
 
+    def limit_of(self, sequence: Sequence, start: int, num_left: int, num_reserved: int) -> int:
+        """The tokens of a sequence's prompt that fit into the step; see `chunk_limit`."""
+        return self.chunk_limit(
+            num_reserved,
+            num_left,
+            start,
+            has_scores=sequence.num_prompt_logits(start, start + 1) > 0,
+            images=sequence.request.images,
+        )
+
     def take_chunk(self, chunk: Chunk) -> None:
         """Subtract a chunk from the allowance, and its log-probabilities from the token budget."""
         self.num_score_tokens += chunk.num_scored * self.score_tokens

@@ -151,15 +151,7 @@ class StepPlanner:
                 continue  # the step in flight was planned as if the step before gave a token
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
-                has_scores = sequence.num_prompt_logits(start, start + 1) > 0
-                num_others = len(running) - index - 1
-                limit = step.chunk_limit(
-                    num_others,
-                    num_left,
-                    start,
-                    has_scores=has_scores,
-                    images=sequence.request.images,
-                )
+                limit = step.limit_of(sequence, start, num_left, len(running) - index - 1)
                 self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
             if sequence.beam is not None:

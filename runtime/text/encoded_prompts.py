@@ -133,7 +133,8 @@ class PromptInputs:
             return self._with_audio(prompt, audio)
         most = None if self._model.sounds is None else self._media.audio.max_per_request
         sources += sound_list(audio, f"{param}.audio", most)
-        token_ids, text = self._ids(prompt), prompt if isinstance(prompt, str) else None
+        token_ids = self._ids(prompt, has_media=bool(sources))
+        text = prompt if isinstance(prompt, str) else None
         if not sources:
             return EncodedPrompt(token_ids=token_ids, text=text)
         check_media(sources, self._model, self._media, param=param)
@@ -168,10 +169,10 @@ class PromptInputs:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         return self._with_media(token_ids, sources, None, param="messages")
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt, *, has_media: bool = False) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
-        return self.tokenizer().encode(self._model.text_to_encode(prompt))
+        return self.tokenizer().encode(self._model.text_to_encode(prompt) if has_media else prompt)
 
     def _with_audio(self, prompt: Prompt, audio: Sequence[object]) -> EncodedPrompt:
         """The decoder's prompt with its audio. A text has the special tokens in it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.config.model_config import ModelConfig
@@ -13,6 +15,7 @@ from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 __all__ = ("count_media_rows", "limits_for_images", "read_images")
 
+_LOG = logging.getLogger(__name__)
 _LEAST_ROWS = 32_768  # rows of the media tables, if images.cache_tokens is null
 
 
@@ -57,7 +60,14 @@ def count_media_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
     """Embeddings of images and videos that can be kept at once; 0 = the model takes none."""
     if spec is None:
         return 0
-    largest = max(spec.max_tokens, spec.max_pair_tokens)
+    largest, given = max(spec.max_tokens, spec.max_pair_tokens), config.images.cache_tokens
+    if given is not None and given < largest:
+        _LOG.warning(
+            "images.cache_tokens=%d is less than the %d embeddings of the largest image; requests "
+            "with larger images get a 400",
+            given,
+            largest,
+        )
     return config.images.cache_tokens or max(2 * largest, _LEAST_ROWS)
 
 
@@ -66,7 +76,8 @@ def limits_for_images(
 ) -> StepLimits:
     """The limits of steps. If tokens of an image see each other, a step has room for an image.
 
-    It has this room beside one token of every other sequence, so an image waits for one step only.
+    It has this room beside one token of every other sequence. So an image waits only for prompts
+    that precede it in the order of the policy.
 
     Raises:
         StartupError: the configured step is too small.
@@ -74,12 +85,20 @@ def limits_for_images(
     if spec is None or not spec.sees_ahead:
         return limits
     image_tokens, seqs = spec.max_tokens, limits.max_num_seqs
-    tokens = max(limits.max_num_batched_tokens, image_tokens + seqs)
-    if config.scheduler.max_num_batched_tokens not in (None, tokens):
+    tokens = limits.max_num_batched_tokens
+    if config.scheduler.max_num_batched_tokens is None:
+        tokens = max(tokens, image_tokens + seqs)
+    elif config.scheduler.max_num_seqs is None:
+        seqs = max(1, min(seqs, tokens - image_tokens))
+    if tokens < image_tokens + seqs:
+        fewer = tokens - image_tokens
+        lower = f"lower scheduler.max_num_seqs to {fewer}, " if fewer >= 1 else ""
         raise StartupError(
-            f"scheduler.max_num_batched_tokens={limits.max_num_batched_tokens} is too small: a "
-            f"step computes all {image_tokens} tokens of an image at once, and one token of each "
-            f"of scheduler.max_num_seqs={seqs} sequences; raise it to at least {tokens}, or set "
+            f"scheduler.max_num_batched_tokens={tokens} is too small: a step computes all "
+            f"{image_tokens} tokens of an image at once, and one token of each of {seqs} sequences "
+            f"(scheduler.max_num_seqs); raise it to at least {image_tokens + seqs}, {lower}or set "
             "images.max_per_request=0"
         )
-    return limits._replace(max_num_batched_tokens=tokens, image_tokens=image_tokens)
+    return limits._replace(
+        max_num_seqs=seqs, max_num_batched_tokens=tokens, image_tokens=image_tokens
+    )

@@ -192,6 +192,17 @@ def test_a_step_has_room_for_an_image(tmp_path):
         image_llm(model, *small)
     with image_llm(model, *small, "images.max_per_request=0") as llm:
         assert llm.model.images is None
+    with pytest.raises(StartupError, match=r"max_num_batched_tokens=4 .* at least 5, or set"):
+        image_llm(model, "scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=null")
+    with image_llm(model, small[0], "scheduler.max_num_seqs=null") as llm:
+        assert llm._engine.stats().max_num_seqs == 2
+        prompts = [prompt(llm, [3, 4, 5], CAT, [6]), *(prompt(llm, [one, 8]) for one in range(4))]
+        for (token_ids, images), answer in zip(prompts, run(llm._engine, prompts), strict=True):
+            check_greedy(model, token_ids, images, answer)
+        # Without an image, the placeholder in a text is encoded as it is.
+        (output,) = llm.generate(["w1 <|vision_start|> w2"], GREEDY)
+        assert output.prompt_token_ids.count(192) == 1
+        assert len(output.prompt_token_ids) == 3
 
 
 def test_images_and_grammars_are_waited_for_together(served):
