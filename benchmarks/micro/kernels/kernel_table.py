@@ -61,7 +61,9 @@ _METADATA = {
     "slot_mapping": "*i64",
     "taken": "*i32",
 }
-_COUNTS = ("members", "counters", "counts", "slots_done", "arrivals")  # tensors of int32
+_COUNTS = (  # tensors of int32
+    *("members", "counters", "counts", "slots_done", "arrivals", "visible_ends"),
+)
 _SINGLE_RESULTS = (  # of float32
     *("logits", "products", "routing_weights", "x_scales", "scales", "squares", "new_squares"),
     *("factors", "parts"),
@@ -72,7 +74,10 @@ _ROWS = ("out", "q", "k", "v", "qkv", "x", "normal", "inner", "scaled", "hidden"
 # Arguments that may be None, in which case the kernel leaves something out.
 _WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
 _SUMS = ("scaled", "squares", "new_squares")
-_OPTIONAL = (*_SINGLE, *_WEIGHTS, *_SUMS, "counters", "hidden", "factors", "score_bias")
+_OPTIONAL = (
+    *(*_SINGLE, *_WEIGHTS, *_SUMS),
+    *("counters", "hidden", "factors", "score_bias", "visible_ends"),
+)
 _MANY = 64  # sequences of a step that has the tile for many sequences
 
 

@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm
-from ostinato.models.media.tower_layers import TowerBlock, tower_options, units
+from ostinato.models.media.tower_layers import TowerBlock, tower_options
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import split_patches
-from ostinato.models.vision.towers.patch_layers import PatchEmbedding, Projector, run_features
+from ostinato.models.vision.towers.patch_layers import (
+    PatchEmbedding,
+    Projector,
+    run_features,
+    run_squares,
+)
 from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("ClipTower", "FixedTower")
@@ -89,8 +94,4 @@ class ClipTower(FixedTower):
         features = yield from self.compute_features(pixels, spec, rows_per_unit, layers)
         if self.config.drops_first:
             features = features[1:]
-        parts: list[Tensor] = []
-        for rows in units(len(features), rows_per_unit):
-            parts.append(self.projector(features[rows]))
-            yield
-        return torch.cat(parts)
+        return (yield from run_squares(self.projector, features, 1, rows_per_unit))

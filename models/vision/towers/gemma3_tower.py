@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-import torch
 from torch import Tensor
 
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
-from ostinato.models.media.tower_layers import TowerLinear, tower_options, units
+from ostinato.models.media.tower_layers import TowerLinear, tower_options
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.towers.clip_tower import FixedTower
+from ostinato.models.vision.towers.patch_layers import run_squares
 
 __all__ = ("Gemma3Tower",)
 
@@ -37,8 +37,8 @@ class Gemma3Tower(FixedTower):
         states = self.final_norm(hidden)
         means = states.view(columns, edge, columns, edge, -1).mean((1, 3)).flatten(0, 1)
         yield
-        parts: list[Tensor] = []
-        for rows in units(len(means), rows_per_unit):
-            parts.append(self.projection(self.embedding_norm(means[rows])))
-            yield
-        return torch.cat(parts)
+
+        def project(some: Tensor) -> Tensor:
+            return self.projection(self.embedding_norm(some))
+
+        return (yield from run_squares(project, means, 1, rows_per_unit))

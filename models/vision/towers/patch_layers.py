@@ -136,7 +136,7 @@ def run_features(
 def run_squares(
     merge: Callable[[Tensor], Tensor], hidden: Tensor, num_merged: int, rows_per_unit: int
 ) -> Generator[None, None, Tensor]:
-    """Merge the patches of all squares, in units.
+    """Compute the embeddings of all squares of patches, in units. A square can be one patch.
 
     Args:
         merge: [squares * num_merged, D] -> [squares, output_size].

@@ -13,7 +13,12 @@ from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.media.tower_layers import TowerBlock, TowerLinear, tower_options, units
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import patch_places, rotary_rows, split_patches
-from ostinato.models.vision.towers.patch_layers import PatchEmbedding, Projector, run_features
+from ostinato.models.vision.towers.patch_layers import (
+    PatchEmbedding,
+    Projector,
+    run_features,
+    run_squares,
+)
 from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("PixtralTower",)
@@ -70,11 +75,8 @@ class PixtralTower(VisionTower):
         features = yield from run_features(
             self.blocks, torch.cat(parts), rope, config.feature_layers, rows_per_unit
         )
-        num_merged = config.merge_size**2
-        step = max(1, rows_per_unit // num_merged) * num_merged
-        embeddings: list[Tensor] = []
-        for some in units(len(features), step):
-            merged = features[some] if self.merger is None else self.merger(features[some])
-            embeddings.append(self.projector(merged))
-            yield
-        return torch.cat(embeddings)
+
+        def project(some: Tensor) -> Tensor:
+            return self.projector(some if self.merger is None else self.merger(some))
+
+        return (yield from run_squares(project, features, config.merge_size**2, rows_per_unit))
