@@ -37,7 +37,7 @@ def functions_of(level: str) -> tuple[Callable[..., Tensor], Callable[..., None]
         none = torch.zeros(1, dtype=torch.int32)
         starts, plan = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
         more = (1.0, 0, 0.0, None, None, "cpu")
-        ops.write(k, k, v, k_cache, v_cache, starts, none, none[None], slots, plan, *more)
+        ops.write(k, k, v, k_cache, v_cache, starts, none, none[None], slots, plan, None, *more)
 
     return run_level, write
 

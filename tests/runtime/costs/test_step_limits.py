@@ -72,9 +72,16 @@ def test_rows_of_the_largest_step(limits: StepLimits, rows: int) -> None:
 def test_rows_per_sequence_are_those_of_the_drafter_whatever_is_decided() -> None:
     upper = upper_limits(SchedulerConfig(), max_drafts=3)
     assert upper == StepLimits(64, 2048, 4, 128)
-    assert decide_limits(SchedulerConfig(), upper, PLATEAU).limits[2:] == (4, 128)
+    decided = decide_limits(SchedulerConfig(), upper, PLATEAU).limits
+    assert (decided.rows_per_seq, decided.max_step_drafts) == (4, 128)
     on_gpu = upper_limits(SchedulerConfig(), is_cpu=False, max_drafts=3)
     assert on_gpu == StepLimits(256, 8192, 4)
+
+
+def test_a_step_keeps_its_room_for_an_image_beside_its_sequences() -> None:
+    upper = StepLimits(256, 2048, image_tokens=700)
+    decided = decide_limits(SchedulerConfig(), upper, PLATEAU).limits
+    assert decided == StepLimits(32, 700 + 32, image_tokens=700)
 
 
 def test_larger_steps_that_bring_nothing_are_not_used() -> None:
