@@ -59,6 +59,7 @@ class VisionConfig:
     qkv_bias: bool = True  # queries, keys and values have biases
     qk_norm: bool = False  # queries and keys have RMS norms over all heads
     has_rms_norms: bool = False  # the norms of the layers are RMS norms
+    # Gemma 3, InternVL, Idefics3, Mistral 3 and Qwen
     merge_size: int = 1  # patches of the edge of the square that gives one embedding
     # Qwen
     num_frames: int = 1  # frames of a patch; a still image is repeated

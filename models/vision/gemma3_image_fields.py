@@ -95,5 +95,4 @@ def read_gemma3_images(
         patch_size=edge_of(tower, "patch_size", 16),
         size=size,
         num_tokens=int(hf_config.get("mm_tokens_per_image") or 256),
-        sees_ahead=True,
     )

@@ -45,8 +45,6 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     # What stands for the placeholder when a text is encoded; has the token `placeholder_id` once.
     # Empty = the placeholder itself, which is the text of that token.
     encoded_as: str = ""
-    # The tokens of an image see each other in the decoder, so a step has all of them or none.
-    sees_ahead: bool = False
     mean: tuple[float, float, float]  # of the colours R, G, B, subtracted after `rescale`
     std: tuple[float, float, float]
     rescale: float = 1 / 255  # factor of the stored colours 0 to 255

@@ -14,12 +14,11 @@ from ostinato.models.layers.norm_layers import LayerNorm
 from ostinato.models.media.tower_layers import (
     TowerBlock,
     TowerLinear,
-    run_block,
     tower_options,
 )
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.patch_grid import patch_places, split_patches
-from ostinato.models.vision.towers.patch_layers import PatchEmbedding, run_squares
+from ostinato.models.vision.towers.patch_layers import PatchEmbedding, run_features, run_squares
 from ostinato.models.vision.towers.vision_tower import VisionTower
 
 __all__ = ("IdeficsTower",)
@@ -44,11 +43,9 @@ class IdeficsTower(VisionTower):
     def encode(
         self, pixels: Tensor, spec: ImageSpec, rows_per_unit: int
     ) -> Generator[None, None, Tensor]:
+        last = (len(self.blocks),)
         hidden = self._embed(pixels, spec)
-        yield
-        for block in self.blocks:
-            assert isinstance(block, TowerBlock), "the list has blocks only"
-            yield from run_block(block, hidden, None, rows_per_unit)
+        hidden = yield from run_features(self.blocks, hidden, None, last, rows_per_unit)
         num_merged = self.config.merge_size**2
 
         def merge(states: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def count_media_rows(config: EngineConfig, spec: ImageSpec | None) -> int:
 
 
 def limits_for_images(
-    config: EngineConfig, limits: StepLimits, spec: ImageSpec | None
+    config: EngineConfig, limits: StepLimits, model: ModelConfig, spec: ImageSpec | None
 ) -> StepLimits:
     """The limits of steps. If tokens of an image see each other, a step has room for an image.
 
@@ -82,7 +82,7 @@ def limits_for_images(
     Raises:
         StartupError: the configured step is too small.
     """
-    if spec is None or not spec.sees_ahead:
+    if spec is None or model.vision is None or not model.vision.sees_ahead:
         return limits
     image_tokens, seqs = spec.max_tokens, limits.max_num_seqs
     tokens = limits.max_num_batched_tokens

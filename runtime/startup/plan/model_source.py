@@ -165,7 +165,7 @@ def open_model(
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
     images = read_images(config, checkpoint, model_config)
-    limits = limits_for_images(config, limits, images)
+    limits = limits_for_images(config, limits, model_config, images)
     sounds = read_sounds(config, checkpoint, model_config)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
     if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
