@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.checkpoints.llava_layouts import SIGLIP_NAMES, with_projector
+from ostinato.models.checkpoints.tower_layouts import SIGLIP_NAMES, TOWER, with_projector
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import read_integer
@@ -73,7 +73,7 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
             ("vision.embedding_norm.", "multi_modal_projector.mm_soft_emb_norm."),
         ),
         transposed=("vision.projection",),
-        ignored=(*GEMMA2_LAYOUT.ignored, r"(^|\.)vision_tower\.(vision_model\.)?head\."),
+        ignored=(*GEMMA2_LAYOUT.ignored, TOWER + r"head\."),
     )
 
     @classmethod

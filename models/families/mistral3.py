@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ostinato.models.checkpoints.llava_layouts import with_names_of, with_projector
+from ostinato.models.checkpoints.tower_layouts import with_names_of, with_projector
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.text_defaults import MISTRAL3_TEXT, MISTRAL3_TEXTS

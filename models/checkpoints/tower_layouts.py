@@ -8,7 +8,7 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 
-__all__ = ("SIGLIP_NAMES", "with_names_of", "with_projector")
+__all__ = ("SIGLIP_NAMES", "TOWER", "with_names_of", "with_projector")
 
 SIGLIP_NAMES = (
     ("vision.blocks.", "vision_tower.encoder.layers."),
@@ -22,7 +22,9 @@ SIGLIP_NAMES = (
 )
 """(our name, the name in checkpoints) of the tensors of CLIP and SigLIP."""
 
-_TOWER = r"(^|\.)vision_tower\.(vision_model\.)?"
+TOWER = r"(^|\.)vision_tower\.(vision_model\.)?"
+"""The names of a tower's tensors begin with what this regular expression matches."""
+
 _UNUSED = (r"post_layernorm\.", r"head\.", r"embeddings\.position_ids$")
 
 
@@ -38,7 +40,7 @@ def with_projector(decoder: CheckpointLayout) -> CheckpointLayout:
         unprefixed=("vision_tower.", "multi_modal_projector."),
         renamed=(*decoder.renamed, ("vision.projector.", "multi_modal_projector.")),
         merged=(*decoder.merged, ("qkv", ("q_proj", "k_proj", "v_proj"))),
-        tower=(_TOWER, r"(^|\.)multi_modal_projector\."),
+        tower=(TOWER, r"(^|\.)multi_modal_projector\."),
     )
 
 
@@ -63,7 +65,7 @@ def with_names_of(config: VisionConfig, layout: CheckpointLayout) -> CheckpointL
         ),
     )
     unused = (*_UNUSED, *(rf"encoder\.layers\.{layer}\." for layer in later))
-    return named.without(*(_TOWER + each for each in unused))
+    return named.without(*(TOWER + each for each in unused))
 
 
 def _with_pixtral(
@@ -88,4 +90,4 @@ def _with_pixtral(
             *mlps,
         ),
     )
-    return named.without(*(rf"{_TOWER}transformer\.layers\.{layer}\." for layer in later))
+    return named.without(*(rf"{TOWER}transformer\.layers\.{layer}\." for layer in later))
