@@ -103,7 +103,7 @@ def describe_engine(
             if len(waiting) < _MAX_WAITING:
                 waiting.append(_waiting(sequence, now))
             continue
-        shared = [one for one in sequence.block_table.block_ids if kinds[one - 1] == _SHARED]
+        shared = [one for one in sequence.block_table.held() if kinds[one - 1] == _SHARED]
         # Sequences that share a prefix have the same first shared block, so they get one colour.
         group = 1 + shared[0] % _NUM_GROUPS if shared else 0
         groups.update(dict.fromkeys(shared, group))
@@ -130,7 +130,7 @@ def _row(sequence: Sequence, num_shared: int, group: int, now: float) -> RowStat
         min(sequence.num_computed_tokens, sequence.num_tokens),
         sequence.num_output_tokens,
         sequence.max_num_tokens,
-        len(sequence.block_table.block_ids),
+        len(sequence.block_table.held()),
         num_shared,
         group,
         sequence.num_preemptions,

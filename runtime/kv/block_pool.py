@@ -77,18 +77,19 @@ def hash_blocks(
 class Block:
     """One block's record. `prev_free` and `next_free` of a block in use are the block itself."""
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_id", "hashes", "next_free", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: BlockHash | None = None  # set while `get_cached` can find this block
+        # The hashes by which `get_cached` can find this block: one, or one of each unit that it
+        # holds (`KVGroup.units`).
+        self.hashes: tuple[BlockHash, ...] = ()
         self.prev_free = self
         self.next_free = self
 
     def __repr__(self) -> str:
-        hashed = self.block_hash is not None
-        return f"Block({self.block_id}, ref_count={self.ref_count}, hashed={hashed})"
+        return f"Block({self.block_id}, ref_count={self.ref_count}, {len(self.hashes)} hashes)"
 
 
 class BlockPool:
@@ -96,8 +97,9 @@ class BlockPool:
 
     Args:
         total_blocks: blocks in the cache tensors, the null block included.
-        on_evict: called with a block's id and hash before a block with known contents is allocated
-            for other contents. The old contents stay in the block until the next step writes.
+        on_evict: called with a block's id and each of its hashes before a block with known contents
+            is allocated for other contents. The old contents stay in the block until the next step
+            writes.
 
     Raises:
         ValueError: there is no usable block.
@@ -124,7 +126,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks, free or in use, whose contents a lookup can find."""
+        """Hashes by which a lookup finds a block, free or in use."""
         return len(self._cached)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
@@ -141,11 +143,12 @@ class BlockPool:
         for _ in range(num_blocks):
             block_ids.append(block.block_id)
             block.ref_count = 1
-            if block.block_hash is not None:
-                if self._on_evict is not None:
-                    self._on_evict(block.block_id, block.block_hash)
-                del self._cached[block.block_hash]
-                block.block_hash = None
+            if block.hashes:
+                for block_hash in block.hashes:
+                    if self._on_evict is not None:
+                        self._on_evict(block.block_id, block_hash)
+                    del self._cached[block_hash]
+                block.hashes = ()
                 self.num_evictions += 1
             following = block.next_free
             block.prev_free = block.next_free = block
@@ -181,7 +184,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 ends = self._free_ends
-                _insert_free(ends if block.block_hash is None else ends.prev_free, block)
+                _insert_free(ends.prev_free if block.hashes else ends, block)
                 self.num_free += 1
 
     def get_cached(self, block_hash: BlockHash) -> int | None:
@@ -190,21 +193,24 @@ class BlockPool:
         return None if block is None else block.block_id
 
     def register(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Let lookups find a full block that a table holds.
+        """Let lookups find a block that a table holds.
 
         The first block with certain contents keeps the hash. A second block with the same contents
         stays in its table without a hash. After it is freed, it is allocated before other blocks.
+
+        Args:
+            block_id: a block that is full, or whose first units are.
+            block_hash: the hash of all tokens up to the end of its last full unit.
 
         Returns:
             False if another block has the same contents already.
         """
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"{block!r} gets a hash while no table holds it"
-        assert block.block_hash is None, f"{block!r} gets a second hash"
         if block_hash in self._cached:
             return False
         self._cached[block_hash] = block
-        block.block_hash = block_hash
+        block.hashes += (block_hash,)
         return True
 
     def ref_count(self, block_id: int) -> int:
@@ -229,7 +235,7 @@ class BlockPool:
         blocks = self._blocks[1:]
         return bytes(
             [
-                (2 if one.ref_count == 1 else 3) if one.ref_count else one.block_hash is not None
+                (2 if one.ref_count == 1 else 3) if one.ref_count else bool(one.hashes)
                 for one in blocks
             ]
         )
@@ -237,7 +243,7 @@ class BlockPool:
     def forget_cached(self) -> None:
         """Drop every hash. Lookups find nothing until blocks are registered again."""
         for block in self._cached.values():
-            block.block_hash = None
+            block.hashes = ()
         self._cached.clear()
 
     def free_block_ids(self) -> list[int]:
@@ -268,16 +274,14 @@ class BlockPool:
             f"{len(free)} free + {used} used blocks are not {self.num_blocks}",
         )
         null = self._blocks[NULL_BLOCK_ID]
-        _check(
-            null.ref_count == 0 and null.block_hash is None, f"the null block is in use: {null!r}"
-        )
+        _check(null.ref_count == 0 and not null.hashes, f"the null block is in use: {null!r}")
         _check(NULL_BLOCK_ID not in free, "the null block is in the free list")
         for block in self._blocks:
             _check(block.ref_count >= 0, f"{block!r} was freed too often")
-            if block.block_hash is not None:
-                _check(self._cached.get(block.block_hash) is block, f"{block!r} cannot be found")
-        for block in self._cached.values():
-            _check(block.block_hash is not None, f"{block!r} is found by a hash that it lost")
+            for block_hash in block.hashes:
+                _check(self._cached.get(block_hash) is block, f"{block!r} cannot be found")
+        for block_hash, block in self._cached.items():
+            _check(block_hash in block.hashes, f"{block!r} is found by a hash that it lost")
         for block in held:
             _check(block.next_free is block.prev_free is block, f"{block!r} is held and free")
 

@@ -1,4 +1,4 @@
-"""The block table of one sequence: which KV cache blocks hold its tokens, and their hashes.
+"""The block tables of one sequence: which KV cache blocks hold its tokens, and their hashes.
 
 A table is plain data. `KVCacheManager` fills it, registers its full blocks and frees its blocks. A
 table refers to no request and no scheduler. Token ids and counts come with each call.
@@ -12,14 +12,14 @@ from ostinato.runtime.kv.block_pool import BlockHash, hash_root
 from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("BlockTable", "media_extras")
+__all__ = ("BlockTable", "GroupBlocks", "media_extras")
 
 
 def media_extras(media: Iterable[PromptImage | PromptSound], block_size: int) -> dict[int, bytes]:
     """The `BlockTable.extras` of a prompt with images or sounds.
 
-    For each one that has placeholder tokens in a block, these are its cache key and where it
-    begins, counted from the block's first token (32-bit, little-endian).
+    For each one that has placeholder tokens in a unit of `block_size` tokens, these are its cache
+    key and where it begins, counted from the unit's first token (32-bit, little-endian).
     """
     extras: dict[int, bytes] = {}
     for one in media:
@@ -30,43 +30,85 @@ def media_extras(media: Iterable[PromptImage | PromptSound], block_size: int) ->
     return extras
 
 
+class GroupBlocks:
+    """The blocks that a sequence has for one `KVGroup`.
+
+    Attributes:
+        ids: block ids; the index is position // tokens of a block. Blocks are only appended, or
+            replaced by a copy.
+        num_freed: the first entries of `ids`, which are the null block, because their blocks lie
+            outside of the group's window.
+    """
+
+    __slots__ = ("ids", "num_freed")
+
+    def __init__(self, ids: list[int] | None = None, num_freed: int = 0) -> None:
+        self.ids = [] if ids is None else ids
+        self.num_freed = num_freed
+
+    def held(self) -> list[int]:
+        """The ids without those of the null block."""
+        return self.ids[self.num_freed :] if self.num_freed else self.ids
+
+
 class BlockTable:
     """Blocks of one sequence, in the order of positions.
 
     Args:
-        root: the parent hash of the first block; see `hash_root`. Tables share blocks only with
+        root: the parent hash of the first unit; see `hash_root`. Tables share blocks only with
             tables of an equal root.
-        extras: block index -> bytes that the contents depend on besides the tokens. An example is
-            the digest of an image whose placeholder tokens lie in the block.
+        extras: unit index -> bytes that the contents depend on besides the tokens. An example is
+            the digest of an image whose placeholder tokens lie in the unit.
+        num_groups: groups of layers that have blocks of their own; see `KVGroup`.
 
     Attributes:
-        block_ids: block ids; the index is position // block_size. Blocks are only appended, or
-            replaced by a copy. They are freed all at once.
-        hashes: hashes of the first full blocks, so far as they are computed. They are kept when the
-            blocks are freed, because the tokens stay the same.
-        num_registered: how many blocks were registered by their hash, counted from the first.
+        groups: the blocks of each group of layers.
+        hashes: hashes of the first full units, so far as they are computed. They are kept when the
+            blocks are freed, because the tokens stay the same. A unit is `cache.block_size` tokens.
+        num_registered: how many units were registered by their hash, counted from the first.
         num_kept: how many of the first blocks are worth a copy in a slower tier; None = no block
             may be copied.
     """
 
-    __slots__ = ("block_ids", "extras", "hashes", "num_kept", "num_registered", "root")
+    __slots__ = ("extras", "groups", "hashes", "num_kept", "num_registered", "root")
 
     def __init__(
-        self, root: BlockHash | None = None, extras: Mapping[int, bytes] | None = None
+        self,
+        root: BlockHash | None = None,
+        extras: Mapping[int, bytes] | None = None,
+        num_groups: int = 1,
     ) -> None:
         self.root = root or hash_root()
         self.extras = extras
-        self.block_ids: list[int] = []
+        self.groups = [GroupBlocks() for _ in range(num_groups)]
         self.hashes: list[BlockHash] = []
         self.num_registered = 0
         self.num_kept: int | None = None
 
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the first group, with null blocks. It is the only group of most models."""
+        return self.groups[0].ids
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the table has no blocks."""
+        return not self.groups[0].ids
+
+    def held(self) -> list[int]:
+        """The ids of all blocks that the table holds, of all groups."""
+        groups = self.groups
+        if len(groups) == 1:
+            return groups[0].held()
+        return [block_id for group in groups for block_id in group.held()]
+
     def fork(self) -> BlockTable:
         """An empty table for a sequence with the same tokens so far. The hashes are copied."""
-        other = BlockTable(self.root, self.extras)
+        other = BlockTable(self.root, self.extras, len(self.groups))
         other.hashes = self.hashes[:]
         other.num_kept = self.num_kept
         return other
 
     def __repr__(self) -> str:
-        return f"BlockTable({self.block_ids}, {self.num_registered} registered)"
+        ids = [group.ids for group in self.groups]
+        return f"BlockTable({ids}, {self.num_registered} registered)"

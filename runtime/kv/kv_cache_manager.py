@@ -15,25 +15,54 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
-from ostinato.runtime.kv.block_table import BlockTable, media_extras
+from ostinato.models.kv_groups import (
+    REPEATED_TOKENS,
+    WHOLE_CACHE,
+    KVGroup,
+    longest_sequence,
+    sequence_blocks,
+)
+from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockPool, hash_blocks, hash_root
+from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks, media_extras
+from ostinato.runtime.kv.prefix_index import PrefixIndex, first_read
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("KVCacheManager", "PrefixMatch")
+__all__ = ("KVCacheManager", "NewBlocks", "PrefixMatch")
+
+_UNLIMITED = 1 << 60
+
+
+class NewBlocks(NamedTuple):
+    """Ids that were appended to the tables of a sequence, one list for each group."""
+
+    block_ids: list[int]
+    window_block_ids: list[int] = []  # noqa: RUF012 - never changed
 
 
 class PrefixMatch(NamedTuple):
-    """The longest known prefix of a sequence, in whole blocks.
+    """The longest known prefix of a sequence.
 
     Attributes:
-        block_ids: device blocks that hold the first tokens.
+        num_tokens: tokens that the device has. They are whole units.
+        groups: for each group, the blocks that hold the first tokens, so far as later tokens read
+            them. If the last block of a group is needed in part, it is copied.
         places: places in the slower tiers that hold the blocks after these.
     """
 
-    block_ids: list[int]
+    num_tokens: int
+    groups: list[GroupBlocks]
     places: list[int] = []  # noqa: RUF012 - never changed
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the first group."""
+        return self.groups[0].ids
+
+    def held(self) -> list[int]:
+        """All blocks of the match."""
+        return [block_id for group in self.groups for block_id in group.held()]
 
 
 class KVCacheManager:
@@ -41,9 +70,13 @@ class KVCacheManager:
 
     Args:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
-        block_size: tokens per block.
-        enable_prefix_caching: whether full blocks are shared between sequences with equal prefixes.
-        tiers: slower memories with copies of blocks; None = no such memory.
+        block_size: tokens of a unit.
+        enable_prefix_caching: whether blocks are shared between sequences with equal prefixes.
+        tiers: slower memories with copies of blocks; None = no such memory. With tiers, there is
+            one group without a window.
+        groups: the groups of layers that have blocks of their own.
+        step_tokens: tokens of the largest step; None = any number. Only groups with a window need
+            it: a prompt has blocks for its next step only.
 
     Attributes:
         prefix_queries: prompt tokens that were looked up at a sequence's first admission.
@@ -60,15 +93,23 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         tiers: TierIndex | None = None,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+        step_tokens: int | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")
+        assert tiers is None or groups == WHOLE_CACHE, "tiers store blocks of one group"
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.tiers = tiers
+        self.groups = groups
+        self.has_windows = any(group.window for group in groups)
+        self._sizes = [group.units * block_size for group in groups]  # tokens of a block
+        self._step_tokens = _UNLIMITED if step_tokens is None else step_tokens
         self._pool = BlockPool(total_blocks, on_evict=None if tiers is None else tiers.on_evict)
+        self._index = PrefixIndex(self._pool, groups, block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -90,9 +131,22 @@ class KVCacheManager:
         """Cached blocks that were reused for other contents, since the start."""
         return self._pool.num_evictions
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that all blocks together have room for."""
+        return longest_sequence(self.groups, self.block_size, self.num_blocks, self._step_tokens)
+
+    def sequence_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` tokens holds at once."""
+        return sequence_blocks(self.groups, self.block_size, num_tokens, self._step_tokens)
+
     def block_kinds(self) -> bytes:
         """The state of each usable block; see `BlockPool.kinds`. O(blocks)."""
         return self._pool.kinds()
+
+    def begin_step(self) -> None:
+        """Note that a step is planned, after all steps before it."""
+        self._index.begin_step()
 
     def new_table(
         self,
@@ -103,7 +157,7 @@ class KVCacheManager:
     ) -> BlockTable:
         """The empty block table of a sequence; see `hash_root` for the keys."""
         extras = media_extras(media, self.block_size) if media else None
-        table = BlockTable(hash_root(cache_salt, extra_keys), extras)
+        table = BlockTable(hash_root(cache_salt, extra_keys), extras, len(self.groups))
         if self.tiers is not None:
             table.num_kept = self.tiers.num_kept_blocks(
                 num_prompt_tokens, self.block_size, is_salted=bool(cache_salt)
@@ -120,35 +174,62 @@ class KVCacheManager:
             token_ids: the sequence's known tokens.
             max_tokens: leading tokens that may come from the cache.
         """
-        block_ids: list[int] = []
-        places: list[int] = []
-        if self.enable_prefix_caching:
-            num_blocks = max_tokens // self.block_size
-            self._hash_up_to(table, token_ids, num_blocks)
-            get_cached = self._pool.get_cached
-            for block_hash in islice(table.hashes, num_blocks):
-                block_id = get_cached(block_hash)
-                if block_id is None:
+        if not self.enable_prefix_caching:
+            return PrefixMatch(0, [GroupBlocks() for _ in self.groups])
+        num_units = max_tokens // self.block_size
+        self._hash_up_to(table, token_ids, num_units)
+        num_found, groups = self._index.find(table.hashes, num_units)
+        match = PrefixMatch(num_found * self.block_size, groups, [])
+        if self.tiers is not None:
+            for block_hash in islice(table.hashes, num_found, num_units):
+                place = self.tiers.find(block_hash)
+                if place is None:
                     break
-                block_ids.append(block_id)
-            if self.tiers is not None:
-                for block_hash in islice(table.hashes, len(block_ids), num_blocks):
-                    place = self.tiers.find(block_hash)
-                    if place is None:
-                        break
-                    places.append(place)
-        return PrefixMatch(block_ids, places)
+                match.places.append(place)
+        return match
 
     def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
         """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs."""
-        in_free_list = self._pool.num_unheld(match.block_ids)
-        return -(-num_tokens // self.block_size) - len(match.block_ids) + in_free_list
+        missing = 0
+        for index in range(len(self.groups)):
+            missing += self._num_new(index, match, num_tokens)
+            missing += self._pool.num_unheld(self._shared(index, match))
+        return missing
 
-    def admit(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> bool:
+    def _whole_blocks(self, index: int, match: PrefixMatch) -> int:
+        """Blocks of a group's match, without a last block that is needed in part."""
+        return match.num_tokens // self._sizes[index]
+
+    def _shared(self, index: int, match: PrefixMatch) -> list[int]:
+        """The blocks of a group's match that the sequence takes without a copy."""
+        blocks = match.groups[index]
+        return blocks.ids[blocks.num_freed : self._whole_blocks(index, match)]
+
+    def _num_new(self, index: int, match: PrefixMatch, num_tokens: int) -> int:
+        """Blocks of a group that a sequence with this match gets at its admission, besides them.
+
+        In a group with a window these are as many as it holds at once at most, without the shared
+        blocks that become its own. So its next steps need no further block.
+        """
+        size, whole = self._sizes[index], self._whole_blocks(index, match)
+        count = -(-num_tokens // size) - whole
+        if self.groups[index].window:
+            first = -(-(match.num_tokens + self._step_tokens) // size) - whole
+            most = sequence_blocks(
+                self.groups[index : index + 1], self.block_size, _UNLIMITED, self._step_tokens
+            )
+            own = self._pool.num_unheld(self._shared(index, match))
+            count = min(count, max(first, most - own))
+        return count
+
+    def admit(
+        self, table: BlockTable, match: PrefixMatch, num_tokens: int
+    ) -> list[tuple[int, int]] | None:
         """Fill an empty table for `num_tokens` tokens, beginning with the matched blocks.
 
         All blocks of a prompt are taken at once, even if its first chunk is small. So an admitted
-        sequence has enough blocks until its first output token.
+        sequence has enough blocks until its first output token. In groups with a window these are
+        as many as it holds at once at most, because each later step frees as many as it needs.
 
         Args:
             table: holds no blocks yet.
@@ -156,19 +237,28 @@ class KVCacheManager:
             num_tokens: the sequence's known tokens.
 
         Returns:
-            False if too few blocks are free; then nothing is changed.
+            Copies (from, to), which must be made before the next step writes. None if too few
+            blocks are free; then nothing is changed.
         """
-        assert not table.block_ids, f"{table!r} is admitted while it holds blocks"
+        assert table.is_empty, f"{table!r} is admitted while it holds blocks"
         if self.num_missing_blocks(num_tokens, match) > self._pool.num_free:
-            return False
-        self._pool.touch(match.block_ids)
-        table.block_ids = match.block_ids[:]
-        taken = self.allocate(table, num_tokens)
-        assert taken is not None, "blocks that were counted free cannot be allocated"
-        table.num_registered = len(match.block_ids)
+            return None
+        num_new = [self._num_new(index, match, num_tokens) for index in range(len(self.groups))]
+        in_part: list[tuple[int, int, int]] = []  # group, entry of its table, block to copy
+        for index, (blocks, matched) in enumerate(zip(table.groups, match.groups, strict=True)):
+            whole = self._whole_blocks(index, match)
+            blocks.ids, blocks.num_freed = matched.ids[:whole], matched.num_freed
+            self._pool.touch(blocks.held())
+            in_part += [(index, whole, block_id) for block_id in matched.ids[whole:]]
+        for blocks, count in zip(table.groups, num_new, strict=True):
+            taken = self._pool.allocate(count)
+            assert taken is not None, "blocks that were counted free cannot be allocated"
+            blocks.ids += taken
+        table.num_registered = match.num_tokens // self.block_size
         if self.tiers is not None and table.num_kept is not None:
             self.tiers.on_hit(match.block_ids[: table.num_kept], table.hashes)
-        return True
+        copies = [(source, table.groups[index].ids[at]) for index, at, source in in_part]
+        return [(source, target) for source, target in copies if source != target]
 
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
         """Count a prefix lookup of `num_tokens` prompt tokens; `num_found` of them were cached."""
@@ -176,51 +266,99 @@ class KVCacheManager:
             self.prefix_queries += num_tokens
             self.prefix_hits += num_found
 
-    def allocate(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+    def num_missing(self, table: BlockTable, num_tokens: int) -> int:
+        """Blocks that a table lacks for positions [0, num_tokens)."""
+        missing = 0
+        for size, blocks in zip(self._sizes, table.groups, strict=True):
+            missing += max(0, -(-num_tokens // size) - len(blocks.ids))
+        return missing
+
+    def num_tokens(self, table: BlockTable) -> int:
+        """Positions that a table has blocks for, counted from the first."""
+        pairs = zip(self._sizes, table.groups, strict=True)
+        return min(size * len(blocks.ids) for size, blocks in pairs)
+
+    def allocate(self, table: BlockTable, num_tokens: int, start: int = 0) -> NewBlocks | None:
         """Extend a table so that it holds positions [0, num_tokens).
 
+        Blocks that lie outside of their group's window are freed before.
+
+        Args:
+            table: the sequence's table.
+            num_tokens: known tokens of the sequence after the step that is planned.
+            start: the first position that the step computes.
+
         Returns:
-            The appended block ids. None if too few blocks are free; then nothing is changed.
+            The appended block ids. None if too few blocks are free; then no block is appended.
         """
-        missing = -(-num_tokens // self.block_size) - len(table.block_ids)
-        block_ids = self._pool.allocate(max(missing, 0))
-        if block_ids:
-            table.block_ids += block_ids
-        return block_ids
+        if self.has_windows:
+            self._free_behind(table, start)
+        if len(table.groups) == 1:
+            missing = -(-num_tokens // self._sizes[0]) - len(table.block_ids)
+            block_ids = self._pool.allocate(max(missing, 0))
+            if block_ids is None:
+                return None
+            if block_ids:
+                table.groups[0].ids += block_ids
+            return NewBlocks(block_ids)
+        if self.num_missing(table, num_tokens) > self._pool.num_free:
+            return None
+        appended: list[list[int]] = []
+        for size, blocks in zip(self._sizes, table.groups, strict=True):
+            taken = self._pool.allocate(max(0, -(-num_tokens // size) - len(blocks.ids)))
+            assert taken is not None, "blocks that were counted free cannot be allocated"
+            blocks.ids += taken
+            appended.append(taken)
+        return NewBlocks(*appended)
+
+    def _free_behind(self, table: BlockTable, start: int) -> None:
+        """Free the blocks that no token from `start` on reads, even if steps are repeated."""
+        for group, size, blocks in zip(self.groups, self._sizes, table.groups, strict=True):
+            if group.window:
+                end = first_read(group.window, start - REPEATED_TOKENS) // size
+                if end > blocks.num_freed:
+                    self._pool.free(blocks.ids[blocks.num_freed : end])
+                    blocks.ids[blocks.num_freed : end] = [NULL_BLOCK_ID] * (end - blocks.num_freed)
+                    blocks.num_freed = end
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Let a sequence with the same tokens share all blocks, also a partly filled last block.
 
         Before one of the two sequences writes to the last block, `make_writable` gives it a copy.
         """
-        assert not child.block_ids, f"{child!r} is forked while it holds blocks"
-        self._pool.touch(parent.block_ids)
-        child.block_ids = parent.block_ids[:]
+        assert child.is_empty, f"{child!r} is forked while it holds blocks"
+        self._pool.touch(parent.held())
+        child.groups = [GroupBlocks(one.ids[:], one.num_freed) for one in parent.groups]
         child.num_registered = parent.num_registered
 
     def make_writable(self, table: BlockTable, position: int) -> list[tuple[int, int]] | None:
-        """Make sure that only this table holds the block of `position`, which is computed next.
+        """Make sure that only this table holds the blocks of `position`, which is computed next.
 
         Returns:
-            At most one copy (from, to), which must be made before the step writes. None if a block
-            is needed and no block is free; then nothing is changed.
+            Copies (from, to), at most one for each group, which must be made before the step
+            writes. None if a block is needed and too few blocks are free; then nothing is changed.
         """
-        index, offset = divmod(position, self.block_size)
-        ids = table.block_ids
-        if index < len(ids) and self._pool.ref_count(ids[index]) == 1:
-            return []
-        block_ids = self._pool.allocate(1)
-        if block_ids is None:
+        wanted: list[tuple[list[int], int, int]] = []  # ids of a group, index and offset
+        for size, blocks in zip(self._sizes, table.groups, strict=True):
+            index, offset = divmod(position, size)
+            if index == len(blocks.ids) or self._pool.ref_count(blocks.ids[index]) > 1:
+                wanted.append((blocks.ids, index, offset))
+        taken = self._pool.allocate(len(wanted))
+        if taken is None:
             return None
-        if index == len(ids):
-            ids += block_ids
-            return []
-        shared, ids[index] = ids[index], block_ids[0]
-        self._pool.free([shared])
-        return [(shared, block_ids[0])] if offset else []
+        copies: list[tuple[int, int]] = []
+        for (ids, index, offset), block_id in zip(wanted, taken, strict=True):
+            if index == len(ids):
+                ids.append(block_id)
+                continue
+            shared, ids[index] = ids[index], block_id
+            self._pool.free([shared])
+            if offset:
+                copies.append((shared, block_id))
+        return copies
 
     def register(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Let lookups find a table's full blocks.
+        """Let lookups find a table's full units.
 
         Args:
             table: the sequence's table.
@@ -230,14 +368,15 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        num_full_blocks = min(num_computed, len(token_ids)) // self.block_size
-        self._hash_up_to(table, token_ids, num_full_blocks)
-        for index in range(table.num_registered, num_full_blocks):
-            block_id, block_hash = table.block_ids[index], table.hashes[index]
-            is_new = self._pool.register(block_id, block_hash)
-            if is_new and index < (table.num_kept or 0) and self.tiers is not None:
-                self.tiers.on_register(block_id, block_hash)
-        table.num_registered = max(table.num_registered, num_full_blocks)
+        num_full = min(num_computed, len(token_ids)) // self.block_size
+        if num_full <= table.num_registered:
+            return
+        self._hash_up_to(table, token_ids, num_full)
+        new_blocks = self._index.register(table, num_full)
+        if self.tiers is not None:
+            for index, block_id, block_hash in new_blocks:
+                if index < (table.num_kept or 0):
+                    self.tiers.on_register(block_id, block_hash)
 
     def note_preemption(self, table: BlockTable) -> None:
         """Let the computed blocks of a table be copied, because its sequence will need them again.
@@ -255,13 +394,14 @@ class KVCacheManager:
 
     def free(self, table: BlockTable) -> None:
         """Free all blocks of a table. Lookups find their contents until the blocks are reused."""
-        self._pool.free(table.block_ids)
-        table.block_ids = []
+        for blocks in table.groups:
+            self._pool.free(blocks.held())
+            blocks.ids, blocks.num_freed = [], 0
         table.num_registered = 0
 
     def num_reclaimable_blocks(self, table: BlockTable, kept: Collection[int] = ()) -> int:
         """Blocks that become free when this table frees its blocks, without those `kept`."""
-        ids = table.block_ids
+        ids = table.held()
         if kept:
             ids = list(set(ids).difference(kept))
         return self._pool.num_held_once(ids)
@@ -286,7 +426,7 @@ class KVCacheManager:
             return
         counts: dict[int, int] = {}
         for table in tables:
-            for block_id in table.block_ids:
+            for block_id in table.held():
                 counts[block_id] = counts.get(block_id, 0) + 1
         for block_id in range(self.num_blocks + 1):
             held, listed = self._pool.ref_count(block_id), counts.get(block_id, 0)
@@ -295,14 +435,14 @@ class KVCacheManager:
                     f"KV cache: block {block_id} has {held} references and is in {listed} tables"
                 )
 
-    def _hash_up_to(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash the first `num_blocks` blocks of a table, if they are not hashed yet."""
+    def _hash_up_to(self, table: BlockTable, token_ids: Sequence[int], num_units: int) -> None:
+        """Hash the first `num_units` units of a table, if they are not hashed yet."""
         hashes, size = table.hashes, self.block_size
-        if len(hashes) < num_blocks:
+        if len(hashes) < num_units:
             parent = hashes[-1] if hashes else table.root
             extras = None
             if table.extras:
-                extras = [table.extras.get(i, b"") for i in range(len(hashes), num_blocks)]
+                extras = [table.extras.get(i, b"") for i in range(len(hashes), num_units)]
             hashes += hash_blocks(
-                parent, token_ids[len(hashes) * size : num_blocks * size], size, extras
+                parent, token_ids[len(hashes) * size : num_units * size], size, extras
             )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.costs.step_limits import StepLimits
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, NewBlocks
 from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.speculation.depth import (
@@ -44,7 +44,7 @@ class _Place:
     index: int  # index of the entry in the step
     draft: Draft
     count: int  # draft tokens that fit into the step and the block table
-    new_block_ids: list[int]
+    new_blocks: NewBlocks
 
 
 class VerifiedDraft(NamedTuple):
@@ -317,11 +317,11 @@ class DraftPlanner:
         if count < 1:
             return None
         count = step.fitting_drafts(count, entry.start + 1)
-        count, new_block_ids = self._take_blocks(sequence, count, num_running)
+        count, new_blocks = self._take_blocks(sequence, count, num_running)
         if count < 1:
             return None
         step.take_drafts(count, entry.start + 1)
-        return _Place(index, draft, count, new_block_ids)
+        return _Place(index, draft, count, new_blocks)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
         """Let a draft head catch up on sequences with many positions that it has not computed.
@@ -375,26 +375,33 @@ class DraftPlanner:
     def _write(step: StepPlan, place: _Place) -> None:
         """Put the draft tokens and blocks of a place into the step's entry."""
         entry, sequence = step.scheduled[place.index], step.sequences[place.index]
-        count, new_block_ids = place.count, [*entry.new_block_ids, *place.new_block_ids]
+        count, (block_ids, window_block_ids) = place.count, place.new_blocks
         token_ids: list[int] = []  # without drafts: the runner has the row's last token
         if count:
             token_ids = [sequence.token_ids[-1], *place.draft.token_ids[:count]]
             sequence.num_computed_tokens += count
             sequence.num_drafts, sequence.draft = count, place.draft
         step.scheduled[place.index] = ScheduledSequence(
-            entry.row, entry.start, 1 + count, token_ids, new_block_ids, 1 + count
+            entry.row,
+            entry.start,
+            1 + count,
+            token_ids,
+            [*entry.new_block_ids, *block_ids],
+            1 + count,
+            new_window_block_ids=[*entry.new_window_block_ids, *window_block_ids],
         )
 
     def _take_blocks(
         self, sequence: Sequence, count: int, num_running: int
-    ) -> tuple[int, list[int]]:
+    ) -> tuple[int, NewBlocks]:
         """How many of `count` drafts have room in the table, and the new blocks for them."""
         cache, table = self._cache, sequence.block_table
         needed = sequence.num_computed_tokens + count
-        room = len(table.block_ids) * cache.block_size
-        if needed <= room:
-            return count, []
-        missing = -(-needed // cache.block_size) - len(table.block_ids)
+        missing = cache.num_missing(table, needed)
+        if not missing:
+            return count, NewBlocks([])
         if missing + num_running <= cache.num_free_blocks:
-            return count, cache.allocate(table, needed) or []
-        return room - sequence.num_computed_tokens, []
+            new_blocks = cache.allocate(table, needed)
+            assert new_blocks is not None, "blocks that were counted free cannot be allocated"
+            return count, new_blocks
+        return cache.num_tokens(table) - sequence.num_computed_tokens, NewBlocks([])

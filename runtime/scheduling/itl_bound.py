@@ -26,15 +26,18 @@ class StepAllowance:
         num_decodes: decoding sequences of the step, at least 1.
         context: mean number of cached tokens of these sequences.
         num_scored: decodes whose log-probabilities are requested.
+
+    Attributes:
+        num_chunks: chunks that the step has so far.
     """
 
     __slots__ = (
         "_costs",
         "_least_chunk",
-        "_num_chunks",
         "_num_seqs",
         "_num_tokens",
         "_seconds_left",
+        "num_chunks",
     )
 
     def __init__(
@@ -50,7 +53,7 @@ class StepAllowance:
         self._costs = costs
         self._least_chunk = least_chunk
         self._num_tokens = self._num_seqs = num_decodes
-        self._num_chunks = 0
+        self.num_chunks = 0
         self._seconds_left = target_s - costs.decode_surcharge(num_decodes, context)
         if num_scored:
             self._seconds_left -= num_scored * costs.seconds_per_score
@@ -77,7 +80,7 @@ class StepAllowance:
                 fits = middle
             else:
                 too_many = middle
-        if fits or self._num_chunks:
+        if fits or self.num_chunks:
             return fits
         return min(limit, self._least_chunk)
 
@@ -89,7 +92,7 @@ class StepAllowance:
         """Add a chunk to the step."""
         self._num_tokens += chunk.num_tokens
         self._num_seqs += 1
-        self._num_chunks += 1
+        self.num_chunks += 1
         self._seconds_left -= self._costs.chunk_surcharge(chunk)
 
     def _fits(self, num_tokens: int, start: int, *, has_scores: bool = False) -> bool:

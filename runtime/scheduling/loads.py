@@ -112,7 +112,7 @@ class BlockLoads:
             return None  # the next load would wait for it
         tiers, num_found = cache.tiers, len(match.block_ids)
         assert tiers is not None, "the match has places in a tier"
-        match = PrefixMatch(match.block_ids, match.places[: tiers.costs.most_blocks])
+        match = match._replace(places=match.places[: tiers.costs.most_blocks])
         end = num_found + len(match.places)
         num_tokens = end * cache.block_size
         if end <= sequence.num_loaded_blocks or (
@@ -126,8 +126,8 @@ class BlockLoads:
         # Hold the places first, because allocating blocks can overwrite places.
         tiers.hold(match.places)
         blocks = table.fork()
-        admitted = cache.admit(blocks, match, num_tokens)
-        assert admitted, "blocks that were counted free cannot be allocated"
+        copies = cache.admit(blocks, match, num_tokens)
+        assert copies == [], "blocks that were counted free cannot be allocated"
         self._num_begun += 1
         transfer = BlockTransfer(
             self._num_begun,

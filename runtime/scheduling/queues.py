@@ -96,7 +96,7 @@ class SequenceQueues:
         """
         if sequence.status is _RUNNING:
             return
-        if sequence.block_table.block_ids and self._free_rows:
+        if not sequence.block_table.is_empty and self._free_rows:
             self.start(sequence, bisect_left(self.running, sequence.order, key=by_order))
             return
         self.free_blocks(sequence)
@@ -191,7 +191,7 @@ class SequenceQueues:
             orders = [sequence.order for sequence in queue]
             check(orders == sorted(orders), f"a queue is out of order: {queue}")
         for sequence in self.waiting:
-            check(not sequence.block_table.block_ids, f"{sequence!r} waits and holds blocks")
+            check(sequence.block_table.is_empty, f"{sequence!r} waits and holds blocks")
 
     def _retire(self, sequence: Sequence, status: SequenceStatus) -> None:
         sequence.status = status

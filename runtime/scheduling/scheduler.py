@@ -105,13 +105,12 @@ class Scheduler:
         rate: TokenRate | None = None,
         shares: DecodeShares | None = None,
     ) -> None:
-        needed = -(-max_model_len // cache.block_size)
+        needed = cache.sequence_blocks(max_model_len)
         if cache.num_blocks < needed:
             raise ValueError(
-                f"one sequence of max_model_len={max_model_len} tokens needs {needed} blocks of "
-                f"{cache.block_size} tokens, but the KV cache has {cache.num_blocks}; lower "
-                f"model.max_model_len to at most {cache.num_blocks * cache.block_size} "
-                "or raise cache.memory_gib"
+                f"one sequence of max_model_len={max_model_len} tokens needs {needed} blocks, but "
+                f"the KV cache has {cache.num_blocks}; lower model.max_model_len to at most "
+                f"{cache.longest_sequence} or raise cache.memory_gib"
             )
         self.max_model_len = max_model_len
         self.num_output_tokens = 0

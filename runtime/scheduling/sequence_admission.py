@@ -51,7 +51,7 @@ class Admission:
         if sequence.status is SequenceStatus.loading:
             return None
         if match is not None:
-            start = len(match.block_ids) * self._cache.block_size
+            start = match.num_tokens
             num_left = sequence.num_tokens - start
             num_others = len(queues.running) - step.num_grown
             limit = step.limit_of(sequence, start, num_left, num_others)
@@ -66,9 +66,10 @@ class Admission:
 
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> None:
         cache = self._cache
-        admitted = cache.admit(sequence.block_table, match, sequence.num_tokens)
-        assert admitted, f"{sequence!r} has room but was not admitted"
-        num_cached = len(match.block_ids) * cache.block_size
+        copies = cache.admit(sequence.block_table, match, sequence.num_tokens)
+        assert copies is not None, f"{sequence!r} has room but was not admitted"
+        step.block_copies += copies
+        num_cached = match.num_tokens
         sequence.num_computed_tokens = num_cached
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
@@ -140,10 +141,10 @@ class Admission:
         queues = self._queues
         missing -= queues.num_draining_blocks() + self._loads.num_blocks
         needs_row = not (has_row or queues.draining)
-        num_victims = 0
+        num_victims, kept = 0, match.held()
         while (missing > 0 or needs_row) and num_victims < len(behind):
             num_victims += 1
-            missing -= queues.num_reclaimable_blocks(behind[-num_victims], match.block_ids)
+            missing -= queues.num_reclaimable_blocks(behind[-num_victims], kept)
             needs_row = False
         if missing > 0 or needs_row:
             return

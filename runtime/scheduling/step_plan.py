@@ -114,8 +114,8 @@ class StepPlan:
             start: the position of the first of these tokens.
             has_scores: the tokens' log-probabilities are computed too, which takes time.
             images: those of the prompt, in their order. With `whole_images`, a chunk that would end
-                within an image ends before it. If the image comes first, the chunk has all of it,
-                also beyond the allowance for prompts.
+                within an image ends before it. If the image comes first, the chunk has all of it.
+                The first chunk of a step has it also beyond the allowance for prompts.
         """
         room = self.budget_left - num_reserved
         if has_scores and room >= 1:
@@ -124,7 +124,8 @@ class StepPlan:
         if self.allowance is not None:
             limit = self.allowance.largest(limit, start, has_scores=has_scores)
         if self.whole_images and limit >= 1:
-            limit = _without_parts(limit, start, images, room)
+            is_first = self.allowance is None or not self.allowance.num_chunks
+            limit = _without_parts(limit, start, images, room if is_first else limit)
         return limit
 
     def limit_of(self, sequence: Sequence, start: int, num_left: int, num_reserved: int) -> int:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.costs.token_rate import TokenRate
+from ostinato.runtime.kv.kv_cache_manager import NewBlocks
 from ostinato.runtime.scheduling.decode_shares import DecodeShares
 from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
@@ -28,6 +29,7 @@ _RUNNING = SequenceStatus.running
 # A step with decodes admits at most this many sequences that are not the first of their HTTP
 # request. Setting up a row takes up to a millisecond, and the decodes wait for it.
 _MOST_FURTHER = 16
+_NO_BLOCKS = NewBlocks([], [])
 T = TypeVar("T")
 
 
@@ -92,6 +94,7 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """Plan the next step and count its tokens as computed."""
         queues = self._queues
+        self._cache.begin_step()
         decoding = queues.running
         if self._shares is not None:
             self._resting = self._shares.resting(decoding)
@@ -139,7 +142,8 @@ class StepPlanner:
         begin, end = step.num_grown, len(running)
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
-        block_size, drafts, resting = self._cache.block_size, self._drafts, self._resting
+        cache, drafts, resting = self._cache, self._drafts, self._resting
+        block_size = cache.block_size
         scheduled, sequences, has_lanes = step.scheduled, step.sequences, self._num_lanes > 1
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
@@ -162,10 +166,10 @@ class StepPlanner:
                 continue  # the sequence is in another lane, or this lane is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its draft needs the token that the step in flight samples
-            new_block_ids: list[int] | None = []
-            if not start % block_size and start == block_size * len(sequence.block_table.block_ids):
-                new_block_ids = self._take_room(sequence, step, self._next_block)
-                if new_block_ids is None:
+            new_blocks = _NO_BLOCKS
+            if not start % block_size and cache.num_missing(sequence.block_table, start + 1):
+                new_blocks = self._take_room(sequence, step, self._next_block)
+                if new_blocks is None:
                     continue
             sequence.num_computed_tokens = start + 1
             sequence.num_in_flight += 1
@@ -173,7 +177,12 @@ class StepPlanner:
             step.num_tokens_left -= 1
             if step.decodes_left is not None:
                 step.decodes_left -= 1
-            scheduled.append(ScheduledSequence(sequence.row, start, 1, [], new_block_ids, 1))
+            block_ids, window_block_ids = new_blocks
+            scheduled.append(
+                ScheduledSequence(
+                    sequence.row, start, 1, [], block_ids, 1, 0, False, False, window_block_ids
+                )
+            )
             sequences.append(sequence)
         step.num_grown = min(end, len(running))
 
@@ -181,7 +190,14 @@ class StepPlanner:
         """Plan the next `limit` known tokens of a running sequence."""
         if limit < 1:
             return
-        new_block_ids: list[int] = []
+        new_blocks = _NO_BLOCKS
+        start = sequence.num_computed_tokens
+        if self._cache.has_windows:
+            # Other groups got blocks for all known tokens when the sequence was admitted.
+            taken = self._take_room(sequence, step, lambda one: self._blocks_to(one, start + limit))
+            if taken is None:
+                return
+            new_blocks = taken
         if (beam := sequence.beam) is not None:
             copies = self._take_room(sequence, step, self._writable_block)
             if copies is None:
@@ -190,14 +206,19 @@ class StepPlanner:
             if beam.is_moved:
                 # The row has the tokens and block table of another beam, so it is set up again.
                 beam.is_moved = False
-                new_block_ids = sequence.block_table.block_ids[:]
+                new_blocks = _all_blocks(sequence)
                 self._announce(sequence, step)
         if not sequence.is_decoding:
             self._take_chunk(sequence, limit, step)
-        self._plan_chunk(sequence, limit, new_block_ids, step)
+        self._plan_chunk(sequence, limit, new_blocks, step)
 
-    def _next_block(self, sequence: Sequence) -> list[int] | None:
-        return self._cache.allocate(sequence.block_table, sequence.num_computed_tokens + 1)
+    def _next_block(self, sequence: Sequence) -> NewBlocks | None:
+        return self._blocks_to(sequence, sequence.num_computed_tokens + 1)
+
+    def _blocks_to(self, sequence: Sequence, end: int) -> NewBlocks | None:
+        """Blocks for the positions up to `end`, without those outside of the windows."""
+        start = sequence.num_computed_tokens
+        return self._cache.allocate(sequence.block_table, end, start)
 
     def _writable_block(self, sequence: Sequence) -> list[tuple[int, int]] | None:
         return self._cache.make_writable(sequence.block_table, sequence.num_computed_tokens)
@@ -244,7 +265,7 @@ class StepPlanner:
                 sequence.beam.is_moved = False
             self._announce(sequence, step)
             self._take_chunk(sequence, limit, step)
-            self._plan_chunk(sequence, limit, sequence.block_table.block_ids[:], step)
+            self._plan_chunk(sequence, limit, _all_blocks(sequence), step)
             step.num_further += sequence.request.place > 0
             is_full = has_decodes and step.num_further >= _MOST_FURTHER
             step.is_closed = is_full or not step.takes_prompts
@@ -269,7 +290,7 @@ class StepPlanner:
         )
 
     def _plan_chunk(
-        self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
+        self, sequence: Sequence, limit: int, new_blocks: NewBlocks, step: StepPlan
     ) -> None:
         """Plan the next `limit` of the first `num_prefill_tokens` tokens: the host has these."""
         start = sequence.num_computed_tokens
@@ -289,14 +310,20 @@ class StepPlanner:
                 start,
                 end - start,
                 sequence.token_ids[start:end],
-                new_block_ids,
+                new_blocks.block_ids,
                 num_logits,
                 num_prompt_logits,
                 is_pooled,
                 sequence.is_held,
+                new_blocks.window_block_ids,
             )
         )
         sequence.is_held = False
         step.sequences.append(sequence)
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
         self._cache.register(sequence.block_table, sequence.token_ids, end)
+
+
+def _all_blocks(sequence: Sequence) -> NewBlocks:
+    """The blocks of a sequence whose row is set up."""
+    return NewBlocks(*(blocks.ids[:] for blocks in sequence.block_table.groups))

@@ -38,7 +38,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     # The tokens at these positions. Empty = one position, with the row's last sampled token. With
     # drafts: the last sampled token, then the drafts.
     token_ids: list[int]
-    new_block_ids: list[int]  # appended to the row's block table
+    # Appended to the row's block table. 0 = the block lies outside of the window of all layers that
+    # read the table.
+    new_block_ids: list[int]
     # How many of the last positions get logits. 0 = no token is sampled: a chunk inside a prompt,
     # or a pooled prompt. 1 = one token is sampled. 1 + k = k drafts are verified, and up to 1 + k
     # tokens are returned.
@@ -48,6 +50,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     is_pooled: bool = False  # the positions' hidden states go into a vector
     # A decode whose last step gave no token: `token_ids` has the last token.
     is_repeated: bool = False
+    # Appended to the row's second block table, which layers with a window read (`KVGroup`).
+    new_window_block_ids: list[int] = []
 
     @property
     def num_drafts(self) -> int:

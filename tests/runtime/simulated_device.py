@@ -2,10 +2,11 @@
 
 The model has two layers. A token's first-layer entry is (token, position, salt). Its second-layer
 entry is a digest of the row's first-layer entries up to its position, read through the block table.
-Its output is a digest of the second-layer entries, read the same way. As in the real op, a layer
-writes all entries of a step before any row reads. The tests look for a table that shares the wrong
-block, a block that is reused too early, a position that is computed twice or never, and a block
-that is shared between salts. Each of these mistakes changes a digest, and with it a token.
+Its output is a digest of the second-layer entries, read the same way. A layer with a window reads
+the last entries only. As in the real op, a layer writes all entries of a step before any row reads.
+The tests look for a table that shares the wrong block, a block that is reused too early, a position
+that is computed twice or never, and a block that is shared between salts. Each of these mistakes
+changes a digest, and with it a token.
 
 `reference_output` gives the same tokens from a plain list, without blocks, batches or steps.
 """
@@ -16,6 +17,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.scheduling.sequences.beam_search import BeamSearch, num_candidates
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
@@ -25,15 +27,11 @@ from ostinato.runtime.types.step import (
     SchedulerOutput,
     StepResult,
 )
+from tests.runtime.simulated_memory import Digests, Entry, SimulatedMemory, mix
 
-_First = tuple[int, int, int] | None
 VOCAB_SIZE = 7
 EOS = 0
-
-
-def mix(digest: int, entry: object) -> int:
-    """One step of a rolling digest. Entries of integers give the same digest in any process."""
-    return hash((digest, entry))
+NO_WINDOWS = (0, 0)
 
 
 def salt_number(request: Request) -> int:
@@ -52,17 +50,18 @@ def to_score(digest: int, next_token: int) -> TokenLogprobs:
     return TokenLogprobs(float(digest % 1000), next_token, [], [])
 
 
-def reference_prompt_scores(request: Request) -> list[TokenLogprobs] | None:
+def reference_prompt_scores(
+    request: Request, windows: tuple[int, int] = NO_WINDOWS
+) -> list[TokenLogprobs] | None:
     """The scores of all prompt tokens after the first, from a plain list; None = not requested."""
     if request.sampling.prompt_logprobs is None:
         return None
-    first = second = 0
+    first, second = map(Digests, windows)
     scores = []
     prompt = request.prompt_token_ids
     for position, token in enumerate(prompt[:-1]):
-        first = mix(first, (token, position, salt_number(request)))
-        second = mix(second, first)
-        scores.append(to_score(second, prompt[position + 1]))
+        second.add(first.add((token, position, salt_number(request))))
+        scores.append(to_score(second.digest, prompt[position + 1]))
     return scores
 
 
@@ -75,36 +74,37 @@ def to_candidates(digest: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(values[0], 1, ids, values)
 
 
-def reference_beams(request: Request, max_model_len: int) -> list[BeamOutput]:
+def reference_beams(
+    request: Request, max_model_len: int, windows: tuple[int, int] = NO_WINDOWS
+) -> list[BeamOutput]:
     """Results of a beam search that computes every beam from a plain list."""
     num_prompt_tokens = len(request.prompt_token_ids)
     max_tokens = request.sampling.max_tokens or max_model_len
     search = BeamSearch(request, min(max_tokens, max_model_len - num_prompt_tokens))
     while not search.is_done:
         for beam in search.beams:
-            first = second = 0
+            first, second = map(Digests, windows)
             for position, token in enumerate([*request.prompt_token_ids, *beam.token_ids]):
-                first = mix(first, (token, position, salt_number(request)))
-                second = mix(second, first)
-            beam.candidates = to_candidates(second, num_candidates(request))
+                second.add(first.add((token, position, salt_number(request))))
+            beam.candidates = to_candidates(second.digest, num_candidates(request))
         search.beams = [move.beam.continued(move) for move in search.advance()]
     return search.results()
 
 
 def reference_output(
-    request: Request, max_model_len: int
+    request: Request, max_model_len: int, windows: tuple[int, int] = NO_WINDOWS
 ) -> tuple[list[int], FinishReason, int | None]:
     """Output tokens, finish reason and stop reason of a request that runs alone, uncached."""
     sampling = request.sampling
     tokens = list(request.prompt_token_ids)
-    num_prompt_tokens, position, first, second = len(tokens), 0, 0, 0
+    num_prompt_tokens, position = len(tokens), 0
+    first, second = map(Digests, windows)
     salt = salt_number(request)
     while True:
         for token in tokens[position:]:
-            first = mix(first, (token, position, salt))
-            second = mix(second, first)
+            second.add(first.add((token, position, salt)))
             position += 1
-        token = to_token(second)
+        token = to_token(second.digest)
         tokens.append(token)
         output = tokens[num_prompt_tokens:]
         if len(output) >= sampling.min_tokens:
@@ -122,7 +122,8 @@ class Row:
 
     request_id: str
     salt: int
-    block_table: list[int] = field(default_factory=list)
+    # The block table of each group of layers.
+    tables: list[list[int]] = field(default_factory=lambda: [[], []])
     num_computed_tokens: int | None = None  # None until the first step after its admission
     last_token: int | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
@@ -140,18 +141,23 @@ class SimulatedDevice:
     behave like rows that wait for the masks of their grammars.
     """
 
-    def __init__(self, total_blocks: int, block_size: int, hold_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        hold_seed: int | None = None,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+    ) -> None:
         self._holds = None if hold_seed is None else random.Random(hold_seed)
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
         self.loads: list[BlockTransfer] = []  # loads that have not ended
         # The hash and the contents of each place in the tiers.
-        self._tiers: dict[int, tuple[bytes, list[_First], list[int | None]]] = {}
+        self._tiers: dict[int, tuple[bytes, tuple[list[Entry], ...]]] = {}
         self._num_stored = 0
         self.lost_places: list[int] = []  # places of stores that failed; every ninth fails
-        self._first: list[_First] = [None] * (total_blocks * block_size)
-        self._second: list[int | None] = [None] * (total_blocks * block_size)
+        self.memory = SimulatedMemory(total_blocks, block_size, groups)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run a step; returns the tokens of the rows that sample."""
@@ -164,7 +170,7 @@ class SimulatedDevice:
                 prompt_token_ids=request.prompt_token_ids,
                 num_candidates=(num_candidates(request) if request.sampling.use_beam_search else 0),
             )
-        self._copy(output.block_copies)
+        self.memory.copy(output.block_copies)
         for entry in output.scheduled:
             self._accept(entry)
         num_written = len(self.written_slots(output))
@@ -174,7 +180,7 @@ class SimulatedDevice:
         digests = {entry.row: self._attend_first(entry) for entry in output.scheduled}
         for entry in output.scheduled:
             for position, digest in enumerate(digests[entry.row], entry.start):
-                self._second[self._slot(entry.row, position)] = digest
+                self.memory.write(self.rows[entry.row].tables, 1, position, digest)
         sampling = [entry for entry in output.scheduled if entry.num_logits]
         tokens = [self._sample(entry) for entry in sampling]
         has_counts = output.num_drafts or not all(tokens)
@@ -206,11 +212,9 @@ class SimulatedDevice:
             count = missing[0] if missing else count
             counts.append((load.transfer_id, count))
             for index in range(count):
-                stored_hash, first, second = self._tiers[load.places[index]]
+                stored_hash, contents = self._tiers[load.places[index]]
                 assert stored_hash == load.hashes[index], "a place has other contents"
-                begin = load.block_ids[index] * self.block_size
-                self._first[begin : begin + self.block_size] = first
-                self._second[begin : begin + self.block_size] = second
+                self.memory.load(load.block_ids[index], contents)
         return counts
 
     def transfer(self, output: SchedulerOutput) -> None:
@@ -223,30 +227,32 @@ class SimulatedDevice:
             stored = zip(transfer.block_ids, transfer.places, transfer.hashes, strict=True)
             for block_id, place, block_hash in stored:
                 assert place not in [p for load in self.loads for p in load.places]
-                begin, end = block_id * self.block_size, (block_id + 1) * self.block_size
-                assert None not in self._second[begin:end], "a block is copied before it is full"
-                first, second = self._first[begin:end], self._second[begin:end]
-                self._tiers[place] = (block_hash, first, second)
+                contents = self.memory.save(block_id)
+                assert None not in contents[1], "a block is copied before it is full"
+                self._tiers[place] = (block_hash, contents)
                 self._num_stored += 1
                 if self._num_stored % 9 == 0:
                     del self._tiers[place]
                     self.lost_places.append(place)
 
-    def written_slots(self, output: SchedulerOutput) -> set[int]:
-        """Slots of the memory that a step writes."""
+    def written_slots(self, output: SchedulerOutput) -> set[tuple[int, int]]:
+        """Slots of the memory that a step's first layer writes."""
         return {
-            self._slot(entry.row, position)
+            self.memory.place(self.rows[entry.row].tables, 0, position)
             for entry in output.scheduled
             for position in range(entry.start, entry.start + entry.num_new_tokens)
         }
 
     def _accept(self, entry: ScheduledSequence) -> None:
         row = self.rows[entry.row]
-        row.block_table += entry.new_block_ids
+        row.tables[0] += entry.new_block_ids
+        row.tables[1] += entry.new_window_block_ids
         loaded = {block_id for load in self.loads for block_id in load.block_ids}
-        assert not loaded.intersection(row.block_table), "a block is used before it is loaded"
-        assert len(set(row.block_table)) == len(row.block_table), "a block is in a table twice"
-        assert all(0 < block_id < self.total_blocks for block_id in row.block_table)
+        assert not loaded.intersection(row.tables[0]), "a block is used before it is loaded"
+        if self.memory.groups == WHOLE_CACHE:
+            table = row.tables[0]
+            assert len(set(table)) == len(table), "a block is in a table twice"
+            assert all(0 < block_id < self.total_blocks for block_id in table)
         if row.num_computed_tokens is None:
             inside = entry.start % self.block_size
             assert not inside or row.num_candidates, "a prefix hit ends inside a block"
@@ -258,44 +264,25 @@ class SimulatedDevice:
             assert entry.start == row.num_computed_tokens, "a position is skipped or repeated"
         assert entry.num_new_tokens >= 1
         row.num_computed_tokens = entry.start + entry.num_new_tokens
-        assert row.num_computed_tokens <= len(row.block_table) * self.block_size
+        for size, table in zip(self.memory.sizes, row.tables, strict=False):
+            assert row.num_computed_tokens <= len(table) * size
         if entry.token_ids:
             assert len(entry.token_ids) == entry.num_new_tokens
         else:
             assert entry.num_new_tokens == 1
             assert row.last_token is not None, "a row reads a token that it never sampled"
 
-    def _slot(self, row: int, position: int) -> int:
-        block_id = self.rows[row].block_table[position // self.block_size]
-        return block_id * self.block_size + position % self.block_size
-
     def _write_first(self, entry: ScheduledSequence) -> None:
         row = self.rows[entry.row]
         token_ids = entry.token_ids or [-1 if row.last_token is None else row.last_token]
         for position, token in enumerate(token_ids, entry.start):
-            self._first[self._slot(entry.row, position)] = (token, position, row.salt)
+            self.memory.write(row.tables, 0, position, (token, position, row.salt))
 
     def _attend_first(self, entry: ScheduledSequence) -> list[int]:
         """Second-layer entries of the row's new positions."""
-        digest, digests = 0, []
-        for position in range(entry.start + entry.num_new_tokens):
-            value = self._first[self._slot(entry.row, position)]
-            assert value is not None, (
-                f"row {entry.row} reads position {position} before it is written"
-            )
-            digest = mix(digest, value)
-            if position >= entry.start:
-                digests.append(digest)
-        return digests
-
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
-        targets = [target for _, target in copies]
-        assert len(set(targets)) == len(targets), "two copies go to one block"
-        size = self.block_size
-        for entries in (self._first, self._second):
-            contents = [entries[source * size : (source + 1) * size] for source, _ in copies]
-            for target, content in zip(targets, contents, strict=True):
-                entries[target * size : (target + 1) * size] = content
+        tables = self.rows[entry.row].tables
+        positions = range(entry.start, entry.start + entry.num_new_tokens)
+        return self.memory.digests(tables, 0, positions)
 
     def _candidates(self, entry: ScheduledSequence) -> TokenLogprobs | None:
         count = self.rows[entry.row].num_candidates
@@ -312,12 +299,8 @@ class SimulatedDevice:
         ]
 
     def _attend_second(self, row: int, num_tokens: int) -> int:
-        digest = 0
-        for position in range(num_tokens):
-            value = self._second[self._slot(row, position)]
-            assert value is not None, f"row {row} reads position {position} before it is written"
-            digest = mix(digest, value)
-        return digest
+        positions = range(num_tokens - 1, num_tokens)
+        return self.memory.digests(self.rows[row].tables, 1, positions)[0]
 
     def _sample(self, entry: ScheduledSequence) -> list[int]:
         """The entry's tokens up to the first that differs from its draft; [] if the row waits."""

@@ -6,6 +6,7 @@ from collections import deque
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.conf.sections.cache_schema import StorePolicy
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.costs.step_limits import upper_limits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
@@ -53,6 +54,7 @@ class SimulatedEngine:
         hold_seed: int | None = None,
         num_lanes: int = 1,
         image_tokens: int = 0,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     ) -> None:
         """With `costs`, `_check_target` compares steps that have decodes with `target_s`.
 
@@ -76,6 +78,8 @@ class SimulatedEngine:
             block_size,
             enable_prefix_caching=prefix_caching,
             tiers=tiers,
+            groups=groups,
+            step_tokens=max_num_batched_tokens,
         )
         self.costs, self.target_s = costs, target_s
         bound = None if costs is None else ItlBound(costs, target_s, least_chunk=block_size)
@@ -93,7 +97,8 @@ class SimulatedEngine:
             max_in_flight=self.max_in_flight,
             has_lanes=num_lanes > 1,
         )
-        self.device = SimulatedDevice(total_blocks, block_size, hold_seed)
+        self.device = SimulatedDevice(total_blocks, block_size, hold_seed, groups)
+        self._windows = self.device.memory.windows
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.endings: dict[str, SequenceOutput] = {}
@@ -115,7 +120,7 @@ class SimulatedEngine:
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
         if self.drafter is not None and not request.sampling.use_beam_search:
-            tokens, _, _ = reference_output(request, self.max_model_len)
+            tokens, _, _ = reference_output(request, self.max_model_len, self._windows)
             self.drafter.outputs[request.request_id] = tokens
         self.scheduler.check_integrity()
 
@@ -215,9 +220,13 @@ class SimulatedEngine:
             if request.sampling.use_beam_search:
                 beams = self.endings[request_id].beams
                 is_aborted = self.endings[request_id].finish_reason is FinishReason.abort
-                assert is_aborted or beams == reference_beams(request, self.max_model_len)
+                assert is_aborted or beams == reference_beams(
+                    request, self.max_model_len, self._windows
+                )
                 continue
-            tokens, reason, stop_reason = reference_output(request, self.max_model_len)
+            tokens, reason, stop_reason = reference_output(
+                request, self.max_model_len, self._windows
+            )
             ending = self.endings[request_id]
             if ending.finish_reason is FinishReason.abort:
                 assert self.tokens[request_id] == tokens[: len(self.tokens[request_id])]
@@ -238,7 +247,7 @@ class SimulatedEngine:
     def _record(self, item: SequenceOutput) -> None:
         assert item.request_id not in self.endings, "an output of a request that has ended"
         if item.beams is not None:
-            scores = reference_prompt_scores(self.requests[item.request_id])
+            scores = reference_prompt_scores(self.requests[item.request_id], self._windows)
             assert item.prompt_logprobs == scores
             self.tokens[item.request_id] = [t for beam in item.beams for t in beam.token_ids]
             self.endings[item.request_id] = item
@@ -249,7 +258,7 @@ class SimulatedEngine:
         is_first = not self.tokens[item.request_id]
         assert is_first or item.num_cached_tokens == 0
         if is_first and item.new_token_ids:
-            scores = reference_prompt_scores(self.requests[item.request_id])
+            scores = reference_prompt_scores(self.requests[item.request_id], self._windows)
             assert item.prompt_logprobs == scores
         else:
             assert item.prompt_logprobs is None
@@ -285,21 +294,20 @@ class SimulatedEngine:
     def _check_target(self, output: SchedulerOutput) -> None:
         """A step of decodes and prompts keeps the target, or has at most a block of one prompt.
 
-        The entry of a decoding beam carries its token. In a row that was just admitted, this entry
-        looks like the last token of a beam that is computed again. The step passes if it keeps the
-        target with either reading of these entries.
+        The entry of a decoding beam carries its token. It looks like the last token of a beam that
+        is computed again. The step passes if it keeps the target with either reading of these
+        entries.
         """
         costs = self.costs
         if costs is None:
             return
-        new_rows = {admitted.row for admitted in output.admitted}
         decodes = [e for e in output.scheduled if self._is_decode(e)]
         chunks = [e for e in output.scheduled if not self._is_decode(e)]
         if not chunks and not output.num_drafts:
             return
         drafts = [Chunk(e.num_drafts, e.start + 1) for e in decodes if e.num_drafts]
         as_decodes = _mixed_seconds(costs, decodes, chunks, drafts)
-        unclear = [e for e in decodes if e.token_ids and e.row in new_rows]
+        unclear = [e for e in decodes if e.token_ids and self._is_beam(e)]
         certain = [e for e in decodes if e not in unclear]
         as_chunks = _mixed_seconds(costs, certain, [*unclear, *chunks], drafts)
         if min(as_decodes, as_chunks) > self.target_s + 1e-9:
@@ -315,10 +323,14 @@ class SimulatedEngine:
             assert not any(image.begin < end < image.end for image in images)
 
     def _is_decode(self, entry: ScheduledSequence) -> bool:
-        request = self.requests[self.device.rows[entry.row].request_id]
-        if not request.sampling.use_beam_search:
+        if not self._is_beam(entry):
             return entry.is_decode
+        request = self.requests[self.device.rows[entry.row].request_id]
         return entry.start >= len(request.prompt_token_ids) and entry.num_new_tokens == 1
+
+    def _is_beam(self, entry: ScheduledSequence) -> bool:
+        request = self.requests[self.device.rows[entry.row].request_id]
+        return request.sampling.use_beam_search
 
     def _check_hashes(self) -> None:
         """Only blocks whose tokens have all arrived are registered for lookup."""
@@ -338,13 +350,18 @@ class SimulatedEngine:
             assert entry.start + entry.num_new_tokens < limit
 
     def _check_overlap(self, output: SchedulerOutput) -> None:
-        """Steps in flight use no common row, and write no common block, for different requests."""
+        """Steps in flight use no common row, and write no common block, for different requests.
+
+        In layers with a window, a step can write to blocks that the step before has read last.
+        """
         holders = {entry.row: self.device.rows[entry.row].request_id for entry in output.scheduled}
         writers: dict[int, str] = {}
         for entry in output.scheduled:
-            table = self.device.rows[entry.row].block_table
+            tables, memory = self.device.rows[entry.row].tables, self.device.memory
             for position in range(entry.start, entry.start + entry.num_new_tokens):
-                writers[table[position // self.device.block_size]] = holders[entry.row]
+                for layer in (layer for layer in (0, 1) if not memory.windows[layer]):
+                    block_id, _ = memory.place(tables, layer, position)
+                    writers[block_id] = holders[entry.row]
         for earlier_writers, earlier_holders in zip(self._writers, self._holders, strict=True):
             for block_id, request_id in writers.items():
                 assert earlier_writers.get(block_id, request_id) == request_id

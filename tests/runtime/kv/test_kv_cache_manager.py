@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ostinato.runtime.kv.block_pool import hash_root
-from ostinato.runtime.kv.block_table import BlockTable
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
+from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, NewBlocks, PrefixMatch
 
 
 def make_cache(total_blocks: int = 11, *, prefix_caching: bool = True) -> KVCacheManager:
@@ -37,8 +37,14 @@ def compute(cache: KVCacheManager, tokens: Tokens, num_tokens: int) -> None:
     cache.register(tokens.table, tokens.ids, num_tokens)
 
 
+def matched(block_ids: list[int]) -> PrefixMatch:
+    return PrefixMatch(4 * len(block_ids), [GroupBlocks(block_ids)])
+
+
 def admit(cache: KVCacheManager, tokens: Tokens, cached_block_ids: list[int]) -> bool:
-    return cache.admit(tokens.table, PrefixMatch(cached_block_ids), len(tokens.ids))
+    copies = cache.admit(tokens.table, matched(cached_block_ids), len(tokens.ids))
+    assert not copies, "whole blocks are shared, not copied"
+    return copies is not None
 
 
 def run_prompt(cache: KVCacheManager, tokens: Tokens) -> list[int]:
@@ -76,7 +82,7 @@ def test_a_prefix_is_found_after_its_owner_left() -> None:
     assert cache.num_free_blocks == 10
     second = Tokens(range(10))
     assert match(cache, second) == [1, 2]
-    assert cache.num_missing_blocks(10, PrefixMatch([1, 2])) == 3
+    assert cache.num_missing_blocks(10, matched([1, 2])) == 3
     assert admit(cache, second, [1, 2])
     assert second.table.block_ids == [1, 2, 3]
     cache.check_integrity([second.table])
@@ -116,7 +122,7 @@ def test_output_tokens_fill_blocks_too() -> None:
     cache, first = make_cache(), Tokens(range(6))
     run_prompt(cache, first)
     first.ids += [70, 71]
-    assert cache.allocate(first.table, 8) == []
+    assert cache.allocate(first.table, 8) == NewBlocks([])
     compute(cache, first, 7)
     follow_up = Tokens([*range(6), 70, 71, 80])
     assert match(cache, follow_up) == [1]
@@ -161,7 +167,7 @@ def test_a_shortage_changes_nothing() -> None:
     long = Tokens(range(17))
     assert match(cache, long) == [1, 2]
     # Three new blocks, and the two of the prefix, which come from the free list, too.
-    assert cache.num_missing_blocks(17, PrefixMatch([1, 2])) == 5
+    assert cache.num_missing_blocks(17, matched([1, 2])) == 5
     assert not admit(cache, long, [1, 2])
     assert (long.table.block_ids, cache.num_free_blocks) == ([], 4)
     cache.check_integrity([])
@@ -170,11 +176,11 @@ def test_a_shortage_changes_nothing() -> None:
 def test_allocate_extends_a_table_by_whole_blocks() -> None:
     cache, sequence = make_cache(total_blocks=4), Tokens(range(4))
     run_prompt(cache, sequence)
-    assert cache.allocate(sequence.table, 4) == []
-    assert cache.allocate(sequence.table, 5) == [2]
-    assert cache.allocate(sequence.table, 8) == []
+    assert cache.allocate(sequence.table, 4) == NewBlocks([])
+    assert cache.allocate(sequence.table, 5) == NewBlocks([2])
+    assert cache.allocate(sequence.table, 8) == NewBlocks([])
     assert cache.allocate(sequence.table, 13) is None
-    assert cache.allocate(sequence.table, 9) == [3]
+    assert cache.allocate(sequence.table, 9) == NewBlocks([3])
     assert sequence.table.block_ids == [1, 2, 3]
 
 

@@ -26,7 +26,7 @@ def shared_blocks(
     cache = KVCacheManager(64, BLOCK)
     token_ids = [7] * length
     table = cache.new_table(length, media=first)
-    assert cache.admit(table, cache.match_prefix(table, token_ids, length), length)
+    assert cache.admit(table, cache.match_prefix(table, token_ids, length), length) is not None
     cache.register(table, token_ids, length)
     other = cache.new_table(length, media=second)
     return len(cache.match_prefix(other, token_ids, length).block_ids)

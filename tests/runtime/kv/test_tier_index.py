@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato.conf.sections.cache_schema import StorePolicy
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.kv.tier_index import TierIndex
 from tests.runtime.kv.tier_indexes import hash_of, make_index
 
@@ -109,17 +109,17 @@ def test_a_block_that_an_output_fills_is_not_copied_in_the_same_step(cause: str)
     index = opened(9)
     cache = KVCacheManager(9, 4, tiers=index)
     first = cache.new_table(4)
-    assert cache.admit(first, PrefixMatch([]), 4)
+    assert cache.admit(first, cache.match_prefix(first, [], 0), 4) is not None
     cache.register(first, [1, 2, 3, 4], 4)
     assert index.take_stores() == []
-    assert cache.allocate(first, 8)
+    assert cache.allocate(first, 8) is not None
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     cache.register(first, tokens, 8)  # the step computes the last output token, 8
     if cause == "hit":
         second = cache.new_table(9)
         match = cache.match_prefix(second, [*tokens, 9], 8)
         assert match.block_ids == first.block_ids
-        assert cache.admit(second, match, 9)
+        assert cache.admit(second, match, 9) is not None
     else:
         cache.note_preemption(first)
     [store] = index.take_stores()
@@ -137,7 +137,7 @@ def test_salted_blocks_are_not_copied_for_any_reason() -> None:
         table = cache.new_table(8, "salt")
         match = cache.match_prefix(table, range(8), 7)
         assert len(match.block_ids) == num_found
-        assert cache.admit(table, match, 8)
+        assert cache.admit(table, match, 8) is not None
         cache.register(table, range(8), 8)
         cache.note_preemption(table)
         cache.free(table)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ostinato.conf.schema import SchedulingPolicy
 from ostinato.conf.sections.cache_schema import StorePolicy
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, sequence_blocks
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
@@ -30,19 +31,40 @@ SCORE_MS = st.none() | st.floats(0.0, 1.0)
 
 
 @st.composite
+def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
+    """Groups of layers; windows are small, so that blocks lie outside of them."""
+    window, units = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    return draw(
+        st.sampled_from(
+            [
+                WHOLE_CACHE,
+                WHOLE_CACHE,
+                (KVGroup(window),),
+                (KVGroup(0, units, 1), KVGroup(window, 1, units)),
+                (KVGroup(0, 1, units), KVGroup(window, units, 1)),
+            ]
+        )
+    )
+
+
+@st.composite
 def engines(draw: st.DrawFn) -> SimulatedEngine:
     block_size = draw(st.sampled_from([1, 2, 4]))
-    least_blocks = -(-MAX_MODEL_LEN // block_size) + 1
     max_num_seqs = draw(st.integers(1, 6))
     accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     # These tests do not combine drafts with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
     image_tokens = draw(st.sampled_from([0, 0, IMAGE_TOKENS]))
+    groups = draw(kv_groups())
+    step_tokens = max_num_seqs + image_tokens + draw(st.integers(0, 24))
+    least_blocks = sequence_blocks(groups, block_size, MAX_MODEL_LEN, step_tokens) + 1
+    sizes = [(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)] if groups == WHOLE_CACHE else [(0, 0)]
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
+        groups=groups,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + image_tokens + draw(st.integers(0, 24)),
+        max_num_batched_tokens=step_tokens,
         image_tokens=image_tokens,
         max_model_len=MAX_MODEL_LEN,
         policy=draw(st.sampled_from(POLICIES)),
@@ -57,7 +79,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         tiers=make_tiers(
             block_size,
-            *draw(st.sampled_from([(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)])),
+            *draw(st.sampled_from(sizes)),
             num_per_step=draw(st.sampled_from([1, 4, 64])),
             policy=draw(st.sampled_from(list(StorePolicy))),
             stores_salted=draw(st.booleans()),

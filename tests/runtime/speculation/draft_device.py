@@ -28,16 +28,16 @@ class DraftDevice(SimulatedDevice):
         self.num_tokens = 0
         self.num_drawn = self.num_unaltered = 0
 
-    def written_slots(self, output: SchedulerOutput) -> set[int]:
+    def written_slots(self, output: SchedulerOutput) -> set[tuple[int, int]]:
         self.num_tokens += output.num_tokens
-        return set(range(output.num_tokens))  # the caller only counts them
+        return {(0, index) for index in range(output.num_tokens)}  # the caller only counts them
 
     def _accept(self, entry: ScheduledSequence) -> None:
         row = self.rows[entry.row]
         assert row.num_computed_tokens is None or entry.start <= row.num_computed_tokens
-        row.block_table += entry.new_block_ids
+        row.tables[0] += entry.new_block_ids
         row.num_computed_tokens = entry.start + entry.num_new_tokens
-        assert row.num_computed_tokens <= len(row.block_table) * self.block_size
+        assert row.num_computed_tokens <= len(row.tables[0]) * self.block_size
 
     def _sample(self, entry: ScheduledSequence) -> list[int]:
         (token,) = super()._sample(entry)

@@ -18,7 +18,8 @@ from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.speculation.text_drafter import TextDrafter
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
-from tests.runtime.simulated_device import SimulatedDevice, mix, to_token
+from tests.runtime.simulated_device import SimulatedDevice, to_token
+from tests.runtime.simulated_memory import mix
 
 _Hidden = tuple[tuple[int, int, int], ...]  # (token, position, salt) of all positions so far
 
@@ -44,8 +45,8 @@ class TappedDevice(SimulatedDevice):
             end = entry.start + entry.num_new_tokens
             context: list[tuple[int, int, int]] = []
             for position in range(end):
-                value = self._first[self._slot(entry.row, position)]
-                assert value is not None
+                value = self.memory.read(self.rows[entry.row].tables, 0, position)
+                assert isinstance(value, tuple)
                 context.append(value)
                 if position >= entry.start:
                     states.append(tuple(context))

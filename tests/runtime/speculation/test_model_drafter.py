@@ -135,5 +135,5 @@ def test_nothing_is_drafted_past_the_draft_models_context() -> None:
     stats = engine.scheduler.drafts.stats
     assert isinstance(engine.drafter, SimulatedDrafter)
     assert 20 < stats.num_draft_tokens == engine.num_right_drafts
-    tables = [row.block_table for row in engine.drafter.device.rows.values()]
+    tables = [row.tables[0] for row in engine.drafter.device.rows.values()]
     assert max(map(len, tables)) == 24 // 4

@@ -1,0 +1,139 @@
+"""`PrefixIndex`: finds the cached blocks that hold a prefix, and lets lookups find blocks.
+
+Prefixes are found in units of `cache.block_size` tokens. A unit's hash names all tokens up to its
+end. A block of a group can hold several units (`KVGroup`). Then each unit's hash finds the block.
+If a prefix ends within such a block, a sequence with this prefix gets a copy of the block.
+
+In a group with a window, a prefix needs only the blocks that the token after it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
+from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockHash, BlockPool
+from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks
+
+__all__ = ("PrefixIndex", "first_read")
+
+
+def first_read(window: int, position: int) -> int:
+    """The first position that the token at `position` reads in a layer with this window."""
+    return max(0, position - window + 1)
+
+
+class PrefixIndex:
+    """The cached blocks of a pool, by the hashes of their units.
+
+    Args:
+        pool: the block pool.
+        groups: the groups of layers that have blocks of their own.
+        block_size: tokens of a unit.
+    """
+
+    def __init__(self, pool: BlockPool, groups: tuple[KVGroup, ...], block_size: int) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._block_size = block_size
+        # Blocks with several units to which the step being planned adds one. They cannot be copied
+        # in this step, because copies are made before the step writes.
+        self._fresh: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Note that a step is planned, after all steps before it."""
+        self._fresh.clear()
+
+    def find(self, hashes: Sequence[BlockHash], num_units: int) -> tuple[int, list[GroupBlocks]]:
+        """The longest prefix whose blocks are cached.
+
+        Args:
+            hashes: [num_units] or more, of a sequence's units.
+            num_units: units that may be found.
+
+        Returns:
+            The number of units, and for each group the blocks that hold them. In a group with a
+            window the first blocks are null blocks.
+        """
+        get_cached = self._pool.get_cached
+        if self._groups == WHOLE_CACHE:
+            block_ids: list[int] = []
+            for index in range(num_units):
+                block_id = get_cached(hashes[index])
+                if block_id is None:
+                    break
+                block_ids.append(block_id)
+            return len(block_ids), [GroupBlocks(block_ids)]
+        found = num_units
+        for index, group in enumerate(self._groups):
+            if not group.window:
+                missing = (n for n in range(found) if self._get(index, hashes[n]) is None)
+                found = next(missing, found)
+        indices = range(len(self._groups))
+        while (least := min(self._usable(index, hashes, found) for index in indices)) < found:
+            found = least
+        return found, [self._blocks(index, hashes, found) for index in indices]
+
+    def register(self, table: BlockTable, num_units: int) -> list[tuple[int, int, BlockHash]]:
+        """Let lookups find the first units of a table.
+
+        Args:
+            table: has hashes and blocks for these units.
+            num_units: units that are computed, or will be by a scheduled step.
+
+        Returns:
+            (index in the table, block id, hash) of each block that lookups found before by no other
+            block.
+        """
+        new_blocks: list[tuple[int, int, BlockHash]] = []
+        units = range(table.num_registered, num_units)
+        for index, (group, blocks) in enumerate(zip(self._groups, table.groups, strict=True)):
+            for unit in units:
+                at, block_hash = unit // group.units, table.hashes[unit]
+                block_id = blocks.ids[at]
+                if block_id == NULL_BLOCK_ID:
+                    continue
+                if self._pool.register(block_id, _key(index, block_hash)):
+                    new_blocks.append((at, block_id, block_hash))
+                if group.units > 1:
+                    self._fresh.add(block_id)
+        table.num_registered = max(table.num_registered, num_units)
+        return new_blocks
+
+    def _get(self, index: int, block_hash: BlockHash) -> int | None:
+        return self._pool.get_cached(_key(index, block_hash))
+
+    def _usable(self, index: int, hashes: Sequence[BlockHash], num_units: int) -> int:
+        """`num_units` if a group has what a prefix of this length needs. Otherwise a smaller number
+        that is not below the next possible one."""
+        window, units, _ = self._groups[index]
+        in_part = num_units % units
+        if in_part and self._get(index, hashes[num_units - 1]) in self._fresh:
+            return num_units - in_part
+        if window:
+            # The last unit is always taken, because the block that it is in is filled further.
+            first = first_read(max(window, 2), num_units * self._block_size) // self._block_size
+            for unit in range(num_units - 1, first - 1, -1):
+                if self._get(index, hashes[unit]) is None:
+                    return unit
+        return num_units
+
+    def _blocks(self, index: int, hashes: Sequence[BlockHash], num_units: int) -> GroupBlocks:
+        """The blocks of a group that hold the first units."""
+        window, units, _ = self._groups[index]
+        num_freed = 0
+        if window:
+            first = first_read(window, num_units * self._block_size)
+            num_freed = first // (units * self._block_size)
+        blocks = GroupBlocks([NULL_BLOCK_ID] * num_freed, num_freed)
+        for begin in range(num_freed * units, num_units, units):
+            # The last unit's hash names all tokens before it, so its block has them too.
+            block_id = self._get(index, hashes[min(begin + units, num_units) - 1])
+            assert block_id is not None, "the units of a prefix were found"
+            blocks.ids.append(block_id)
+        return blocks
+
+
+def _key(index: int, block_hash: BlockHash) -> BlockHash:
+    """The hash of the same tokens in the group with this index."""
+    return BlockHash(block_hash + b"w") if index else block_hash
