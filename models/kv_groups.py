@@ -20,9 +20,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ("WHOLE_CACHE", "KVGroup", "LayerPlace", "kv_groups", "layer_places", "num_slots")
+__all__ = (
+    "REPEATED_TOKENS",
+    "WHOLE_CACHE",
+    "KVGroup",
+    "LayerPlace",
+    "kv_groups",
+    "layer_places",
+    "longest_sequence",
+    "num_slots",
+    "sequence_blocks",
+)
 
 _MOST_UNITS = 8  # tokens of the largest block, in `block_size`
+REPEATED_TOKENS = 8
+"""Positions before a sequence's next one that a later step may compute again, at most.
+
+A step that gave no token is repeated, and another step can have been planned meanwhile.
+"""
 
 
 class KVGroup(NamedTuple):
@@ -90,3 +105,43 @@ def layer_places(windows: Sequence[int], groups: tuple[KVGroup, ...]) -> list[La
 def num_slots(windows: Sequence[int], groups: tuple[KVGroup, ...]) -> int:
     """Pairs of tensors that the layers of one pipeline stage need; see `layer_places`."""
     return max((place.slot + 1 for place in layer_places(windows, groups)), default=0)
+
+
+def sequence_blocks(
+    groups: tuple[KVGroup, ...], block_size: int, num_tokens: int, step_tokens: int
+) -> int:
+    """The most blocks of the pool that a sequence holds at once.
+
+    Args:
+        groups: the model's.
+        block_size: tokens of a unit.
+        num_tokens: tokens of the sequence.
+        step_tokens: tokens of the largest step. The blocks of a prompt's chunk are taken before the
+            step that computes it, and those that lie outside of the window are freed after it.
+    """
+    total = 0
+    for window, units, _ in groups:
+        size = units * block_size
+        count = -(-num_tokens // size)
+        if window:
+            count = min(count, -(-(window + step_tokens + REPEATED_TOKENS) // size) + 1)
+        total += count
+    return total
+
+
+def longest_sequence(
+    groups: tuple[KVGroup, ...], block_size: int, num_blocks: int, step_tokens: int
+) -> int:
+    """Tokens of the longest sequence that holds at most `num_blocks` blocks at once.
+
+    If all layers have a window, no length needs more blocks than another one. Then the result is at
+    most the number of tokens of all blocks.
+    """
+    low, high = 0, max(0, num_blocks) * block_size * max(group.units for group in groups)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sequence_blocks(groups, block_size, middle, step_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

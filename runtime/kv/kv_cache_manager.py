@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
 from ostinato.runtime.kv.block_table import BlockTable, media_extras
 from ostinato.runtime.kv.tier_index import TierIndex
@@ -60,6 +61,8 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         tiers: TierIndex | None = None,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+        step_tokens: int | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")

@@ -12,13 +12,8 @@ from ostinato.conf.sections.cache_schema import CacheConfig
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
-from ostinato.runtime.memory.memory_plan import (
-    GraphFootprint,
-    MeasuredMemory,
-    MemoryPlan,
-    ModelFootprint,
-    plan_memory,
-)
+from ostinato.runtime.memory.footprint import GraphFootprint, MeasuredMemory, ModelFootprint
+from ostinato.runtime.memory.memory_plan import MemoryPlan, plan_memory
 
 GIB = 1 << 30
 MIB = 1 << 20
