@@ -36,6 +36,7 @@ from ostinato.models.draft_heads.draft_head_model import shard_of_tables
 from ostinato.models.draft_heads.eagle3 import is_head_config, read_head_config
 from ostinato.models.draft_heads.next_token import read_next_token_config
 from ostinato.models.kv_cache import CrossSpace, KVCacheSpec
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
@@ -90,6 +91,7 @@ class ModelSource:
     audio: AudioSpec | None = None  # how the model transcribes audio; None = it does not
     sounds: SoundSpec | None = None  # how the model takes sounds; None = it takes none
     cross: CrossSpace | None = None  # the room for keys and values that cross attention reads
+    kv_groups: tuple[KVGroup, ...] = WHOLE_CACHE  # the layers that share a block table
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -117,7 +119,9 @@ class ModelSource:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shapes of the KV cache on this rank."""
-        return self.config.kv_cache_spec(block_size, self.cache_dtype, shard=self.shard)
+        return self.config.kv_cache_spec(
+            block_size, self.cache_dtype, shard=self.shard, groups=self.kv_groups
+        )
 
 
 def open_model(
