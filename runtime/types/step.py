@@ -48,6 +48,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     is_pooled: bool = False  # the positions' hidden states go into a vector
     # A decode whose last step gave no token: `token_ids` has the last token.
     is_repeated: bool = False
+    # Appended to the row's second block table, of the layers with a window (models/kv_groups.py).
+    new_window_block_ids: list[int] = []
 
     @property
     def num_drafts(self) -> int:
