@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.buckets import GraphKey
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.models.step_tensors import (
     ForwardBatch,
     Size,
@@ -33,6 +34,7 @@ HostBuffers = StepTensors[np.ndarray]
 """NumPy views of the host memory, as large as the largest step."""
 
 _ADAPTER_SLOTS = "adapter_slots"
+_WINDOW_TENSORS = frozenset(("window_block_table", "window_slot_mapping"))
 _ALIGNMENT = 64  # bytes; for aligned vector loads, and FlashInfer asks for 16
 
 
@@ -51,6 +53,7 @@ class StaticBuffers:
     Slices of the device side keep their addresses for the engine's life, as captured programs need.
 
     Attributes:
+        groups: the KV groups of the model.
         plan: [1] int64 on the CPU, the handle of a planned attention kernel.
         last_tokens: [max_num_seqs] int64 on the device, the last token of each row.
     """
@@ -69,13 +72,15 @@ class StaticBuffers:
         max_drafts: int = 0,
         num_host_copies: int = 1,
         has_adapters: bool = False,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+        max_window_blocks_per_seq: int = 0,
     ) -> None:
         """
         Args:
             max_num_tokens: T, tokens of the largest step.
             max_num_seqs: S, sequences of the largest step.
-            max_blocks_per_seq: B, blocks of the longest sequence.
-            block_size: tokens of a block.
+            max_blocks_per_seq: B, blocks of the longest sequence, of `groups[0]`.
+            block_size: tokens of a block, without the units of its group.
             device: where programs read.
             max_num_rows: R, the most tokens of a step whose logits are wanted; None = one per
                 sequence.
@@ -87,20 +92,26 @@ class StaticBuffers:
             num_host_copies: pieces of host memory, which steps use in turn. So this many steps can
                 be launched before the first of them has left its host memory.
             has_adapters: whether steps can have adapters: `adapter_slots` is allocated.
+            groups: the KV groups of the model. With two, the second block table is allocated.
+            max_window_blocks_per_seq: B', blocks of the longest sequence, of `groups[1]`.
         """
+        self.groups = groups
         self.block_size = block_size
         self.has_adapters = has_adapters
         self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
         self.async_tokens = device.type == "cuda" if async_tokens is None else async_tokens
         self._table = table
+        absent = frozenset[str]() if len(groups) > 1 else _WINDOW_TENSORS
+        absent |= set[str]() if has_adapters else {_ADAPTER_SLOTS}
         self._specs = {
-            name: spec
-            for name, spec in tensor_specs(table).items()
-            if has_adapters or name != _ADAPTER_SLOTS
+            name: spec for name, spec in tensor_specs(table).items() if name not in absent
         }
         self._sizes = [spec.dynamic_size for spec in self._specs.values()]
         largest = StepSizes(max_num_tokens, max_num_seqs, self.max_num_rows)
-        fixed = {Size.blocks: max_blocks_per_seq}
+        fixed = {
+            Size.blocks: max_blocks_per_seq,
+            Size.window_blocks: max_window_blocks_per_seq,
+        }
         shapes = {name: spec.shape(largest, fixed) for name, spec in self._specs.items()}
         self._allocate(shapes, device, num_host_copies)
         self.plan = self._device["plan"]

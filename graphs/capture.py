@@ -314,11 +314,11 @@ class GraphRunner:
         return (self._step_logits(hidden[sampled]) if has_logits else None), hidden
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks of every layer's cache, (from, to): all are read before any is written."""
+        """Copy blocks of the pool, (from, to): all are read before any is written."""
         device = self._kv_cache[0][0].device
         sources, targets = torch.tensor(copies, device=device).unbind(1)
-        for side in (side for layer in self._kv_cache for side in layer):
-            contents = side.view(torch.uint8)  # not every dtype can be indexed
+        for page in self._kv_cache.pages:
+            contents = page.view(torch.uint8)  # not every dtype can be indexed
             contents[targets] = contents[sources]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

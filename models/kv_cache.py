@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, layer_places, num_slots
 from ostinato.models.weight_methods.huge_pages import zeroed
 
 __all__ = ("CrossSpace", "KVCache", "KVCacheSpec")
 
 _SCALE_BYTES = 4
 
-KVCache = list[tuple[Tensor, Tensor]]
-"""For each layer (k_cache, v_cache), each [num_blocks, num_kv_heads, block_size, E] and contiguous.
 
-E is the size of a key or of a value. In int8 it is larger by 4 elements, for the float32 scale of
-each key and value. The backend chooses where in a block the scales are.
-"""
+class KVCache(list[tuple[Tensor, Tensor]]):
+    """For each layer (k_cache, v_cache), each [blocks, num_kv_heads, tokens, E] and contiguous.
+
+    E is the size of a key or of a value. In int8 it is larger by 4 elements, for the float32 scale
+    of each key and value. The backend chooses where in a block the scales are.
+
+    If all layers have one block table, the tensors of a layer are its own, and their blocks are the
+    blocks of the pool. Otherwise layers share tensors: those of a layer are views that begin at its
+    first block (models/kv_groups.py).
+
+    Args:
+        layers: for each layer (k_cache, v_cache).
+        pages: the distinct tensors, each [num_blocks, ...] and contiguous, with the blocks of the
+            pool; None = those of the layers, which share none.
+    """
+
+    def __init__(
+        self, layers: Iterable[tuple[Tensor, Tensor]], pages: list[Tensor] | None = None
+    ) -> None:
+        super().__init__(layers)
+        self.pages = [side for layer in self for side in layer] if pages is None else pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +50,8 @@ class KVCacheSpec:
     value_dim: int = 0  # of values; 0 = head_dim
     block_size: int
     dtype: torch.dtype
+    windows: tuple[int, ...] = ()  # of each layer, as `kv_groups` takes them; empty = all 0
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE  # those of the whole model
 
     @property
     def place_sizes(self) -> tuple[int, int]:
@@ -40,20 +60,47 @@ class KVCacheSpec:
         return self.head_dim + scale, (self.value_dim or self.head_dim) + scale
 
     @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        elements = self.num_layers * self.num_kv_heads * self.block_size * sum(self.place_sizes)
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, keys and values."""
+        elements = self.num_layers * self.num_kv_heads * sum(self.place_sizes)
         return elements * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block of the pool: keys and values of all slots."""
+        slots = num_slots(self._windows, self.groups)
+        elements = slots * self.num_kv_heads * self._page_tokens * sum(self.place_sizes)
+        return elements * self.dtype.itemsize
+
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        return self.windows or (0,) * self.num_layers
+
+    @property
+    def _page_tokens(self) -> int:
+        """Tokens of a layer that a slot's part of a block has room for; equal for all groups."""
+        return self.block_size * self.groups[0].units * self.groups[0].pieces
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
         """The cache itself, zeroed. Block 0 is the null block, which no sequence owns."""
-        key, value = (
-            (num_blocks, self.num_kv_heads, self.block_size, size) for size in self.place_sizes
-        )
-        return [
-            (_zeros(key, self.dtype, device), _zeros(value, self.dtype, device))
-            for _ in range(self.num_layers)
+        pages = [
+            tuple(
+                _zeros((num_blocks, self.num_kv_heads, self._page_tokens, size), self.dtype, device)
+                for size in self.place_sizes
+            )
+            for _ in range(num_slots(self._windows, self.groups))
         ]
+        layers: list[tuple[Tensor, Tensor]] = []
+        for place in layer_places(self._windows, self.groups):
+            group = self.groups[place.group]
+            k_cache, v_cache = (
+                page.view(-1, self.num_kv_heads, group.units * self.block_size, page.shape[3])
+                if page.numel()
+                else page
+                for page in pages[place.slot]
+            )
+            layers.append((k_cache[place.piece :], v_cache[place.piece :]))
+        return KVCache(layers, [side for page in pages for side in page])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,11 +67,12 @@ class Size(StrEnum):
     seqs_plus_one = "S+1"
     rows = "R"  # tokens whose logits are wanted
     blocks = "B"  # blocks of the longest sequence; fixed for an engine's life
+    window_blocks = "B'"  # the same for the second block table
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the size differs from step to step."""
-        return self is not Size.blocks
+        return self not in (Size.blocks, Size.window_blocks)
 
 
 class Upload(StrEnum):
@@ -104,7 +105,7 @@ class StepSizes(NamedTuple):
                 return self.num_seqs + 1
             case Size.rows:
                 return self.num_rows
-            case Size.blocks:
+            case Size.blocks | Size.window_blocks:
                 raise ValueError(f"the size {size} is fixed for an engine; a step does not have it")
 
 
@@ -165,7 +166,8 @@ class StepTensors(Generic[Array]):
     token_ids: Annotated[Array, _PER_TOKEN]
     # [T]; the token's position in its sequence.
     positions: Annotated[Array, _PER_TOKEN]
-    # [T]; where the token's K and V go: `block_id * block_size + offset`.
+    # [T]; where the token's K and V go: `block_id * block_size + offset`. Block ids of step tensors
+    # are those of a layer, `pieces` times the ids of the pool (models/kv_groups.py).
     slot_mapping: Annotated[Array, _PER_TOKEN]
     # [R]; the tokens whose final hidden state is wanted.
     logits_indices: Annotated[Array, _PER_ROW]
@@ -189,6 +191,16 @@ class StepTensors(Generic[Array]):
     adapter_slots: Annotated[
         Array | None, TensorSpec(sizes=(Size.tokens, 1), dtype=torch.int32, padding=-1)
     ] = None
+    # [S, B']; like `block_table`, for the layers with a window. Ids of blocks that lie outside of
+    # the window may be those of other sequences. None = all layers have one block table.
+    window_block_table: Annotated[
+        Array | None,
+        TensorSpec(
+            sizes=(Size.seqs, Size.window_blocks), dtype=torch.int32, upload=Upload.used_rows
+        ),
+    ] = None
+    # [T]; like `slot_mapping`, for the layers with a window. None = as above.
+    window_slot_mapping: Annotated[Array | None, _PER_TOKEN] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,14 +281,22 @@ class StepInputs(NamedTuple):
     rope: Mapping[str, tuple[Tensor, ...]]
     tensors: ForwardBatch
 
-    @property
-    def attention(self) -> AttentionMetadata:
-        """The part of the step tensors that the attention op reads."""
+    def attention(self, sliding_window: int) -> AttentionMetadata:
+        """The part of the step tensors that the attention op of a layer reads.
+
+        Args:
+            sliding_window: the layer's, as `paged_attention` takes it.
+        """
+        tensors = self.tensors
+        block_table, slot_mapping = tensors.block_table, tensors.slot_mapping
+        if sliding_window and tensors.window_block_table is not None:
+            assert tensors.window_slot_mapping is not None, "both tensors of a group are given"
+            block_table, slot_mapping = tensors.window_block_table, tensors.window_slot_mapping
         return AttentionMetadata(
-            self.tensors.query_start_loc,
-            self.tensors.seq_lens,
-            self.tensors.block_table,
-            self.tensors.slot_mapping,
-            self.tensors.plan,
-            self.tensors.visible_ends if isinstance(self.tensors, LookaheadTensors) else None,
+            tensors.query_start_loc,
+            tensors.seq_lens,
+            block_table,
+            slot_mapping,
+            tensors.plan,
+            tensors.visible_ends if isinstance(tensors, LookaheadTensors) else None,
         )

@@ -137,9 +137,16 @@ def _as_json(memory: MemoryPlan) -> dict[str, object]:
         "num_tokens": memory.num_tokens,
         "num_full_sequences": round(memory.num_full_sequences, 2),
         "unplanned_bytes": memory.unplanned_bytes,
-        "kv_bytes_per_token": memory.bytes_per_block // memory.block_size,
+        "kv_bytes_per_token": memory.bytes_per_token,
+        "kv_bytes_per_sequence": _sequence_bytes(memory),
+        "groups": [group._asdict() for group in memory.groups],
     }
     return dataclasses.asdict(memory) | derived
+
+
+def _sequence_bytes(memory: MemoryPlan) -> int:
+    """Bytes of KV cache of a sequence of full length that decodes."""
+    return memory.decoding_blocks(memory.max_model_len) * memory.bytes_per_block
 
 
 def _print(
@@ -157,7 +164,9 @@ def _print(
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
     table.add_column("what it is")
-    blocks = f"{memory.num_blocks} blocks of {memory.block_size} tokens, one is the null block"
+    blocks = f"{memory.num_blocks} blocks, one is the null block"
+    if len(memory.groups) == 1:
+        blocks = blocks.replace(",", f" of {memory.block_size} tokens,")
     rows = [
         ("weights", memory.weights_bytes, "all parameters, in the form that the device holds"),
         ("activations", memory.activation_bytes, "estimated peak of the largest step"),
@@ -182,10 +191,11 @@ def _print(
             f"{weights}, activations {activations}{buffers}, KV cache {cache}{layers}",
             markup=False,
         )
-    per_token = memory.bytes_per_block // memory.block_size
+    sequence_gib = _sequence_bytes(memory) / _GIB
     holds = {
-        "one token": f"{per_token / 1024:,.1f} KiB of KV cache",
+        "one token": f"{memory.bytes_per_token / 1024:,.1f} KiB of KV cache",
         "one block": f"{memory.bytes_per_block / 1024:,.1f} KiB",
+        "one sequence": f"{sequence_gib:.3f} GiB, when it has {memory.max_model_len:,} tokens",
         "tokens": f"{memory.num_tokens:,} fit in the KV cache",
         "sequences": f"{memory.num_full_sequences:,.1f} of {memory.max_model_len:,} tokens fit",
     }

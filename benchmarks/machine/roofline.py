@@ -1,14 +1,16 @@
 """Roofline arithmetic: the least bytes and operations of a step, from a model's sizes.
 
-A decode step reads every weight once, and the keys and values of every context. Every token of a
-prompt is multiplied with every weight of the layers, and its last token also with the output head.
+A decode step reads every weight once, and the keys and values of every context. Layers with a
+sliding window read only those in the window. Every token of a prompt is multiplied with every
+weight of the layers, and its last token also with the output head.
 A mixture of experts counts as if every token used all experts. The rates of the memory and the
 matrix units are measured in the same run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -41,22 +43,62 @@ class ModelSizes:
     weight_bytes: int  # bytes of one weight
     kv_bytes_per_token: int
     attention_size: int  # query heads x head size, over all layers
+    # {window: layers that have it}, windows as `paged_attention` takes them. Empty = no layer has
+    # a window.
+    windows: dict[int, int] = field(default_factory=dict)
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Weights, keys and values that a step of `batch` tokens reads."""
         weights = (self.body_parameters + self.head_parameters) * self.weight_bytes
-        return weights + batch * context * self.kv_bytes_per_token
+        return weights + batch * self.attention_work(context - 1, context)[0]
 
     def decode_flop(self, batch: int, context: int) -> int:
         """Multiplications and additions of a step of `batch` tokens."""
         parameters = self.body_parameters + self.head_parameters
-        return batch * (2 * parameters + 4 * context * self.attention_size)
+        return batch * (2 * parameters + self.attention_work(context - 1, context)[1])
 
     def prefill_flop(self, num_prompts: int, length: int) -> int:
         """Operations of whole prompts; causal attention counts only the half that is needed."""
-        attention = 2 * length * (length + 1) * self.attention_size
+        attention = self.attention_work(0, length)[1]
         one = 2 * length * self.body_parameters + 2 * self.head_parameters + attention
         return num_prompts * one
+
+    def attention_work(self, start: int, end: int) -> tuple[int, int]:
+        """The least work of the attention of a sequence's positions [start, end), in all layers.
+
+        Returns:
+            Bytes of the keys and values that are read, and operations.
+        """
+        start = max(0, start)
+        windows = self.windows or {0: 1}
+        num_layers = sum(windows.values())
+        num_read = sum(
+            count * (end - _first_key(window, start)) for window, count in windows.items()
+        )
+        num_pairs = sum(
+            count * (_num_pairs(window, end) - _num_pairs(window, start))
+            for window, count in windows.items()
+        )
+        return (
+            num_read * self.kv_bytes_per_token // num_layers,
+            4 * num_pairs * self.attention_size // num_layers,
+        )
+
+
+def _first_key(window: int, position: int) -> int:
+    """The first position that a position sees."""
+    if window < 0:
+        return position - position % -window
+    return max(0, position - window + 1) if window else 0
+
+
+def _num_pairs(window: int, end: int) -> int:
+    """How many positions the positions [0, end) see, summed."""
+    if window < 0:
+        chunks, rest = divmod(end, -window)
+        return chunks * _num_pairs(0, -window) + _num_pairs(0, rest)
+    inside = min(end, window) if window else end
+    return inside * (inside + 1) // 2 + (end - inside) * window
 
 
 def sizes_of(config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> ModelSizes:
@@ -71,8 +113,9 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) 
         body_parameters=_count(model) - tables - (0 if tied else head),
         head_parameters=head,
         weight_bytes=dtype.itemsize,
-        kv_bytes_per_token=config.kv_cache_spec(1, cache_dtype).bytes_per_block,
+        kv_bytes_per_token=config.kv_cache_spec(1, cache_dtype).bytes_per_token,
         attention_size=config.num_layers * config.num_heads * config.head_dim,
+        windows=dict(Counter(config.sliding_windows)),
     )
 
 

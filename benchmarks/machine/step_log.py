@@ -36,19 +36,19 @@ class StepLog:
     def add(self, output: SchedulerOutput, seconds: float) -> None:
         """Add a step that has just ended, `seconds` after its launch."""
         began = time.perf_counter() - seconds - self._begin
-        decodes = contexts = attended = samples = 0
+        sizes = self.sizes
+        decodes = num_bytes = num_flop = samples = 0
         for entry in output.scheduled:
             end = entry.start + entry.num_new_tokens
             decodes += entry.num_new_tokens == 1 and entry.start > 0
-            contexts += end
-            # Each position p in [start, end) attends to p + 1 positions.
-            attended += (entry.start + 1 + end) * entry.num_new_tokens // 2
+            read, operations = sizes.attention_work(entry.start, end)
+            num_bytes += read
+            num_flop += operations
             samples += entry.num_logits
-        sizes = self.sizes
         parameters = sizes.body_parameters + (sizes.head_parameters if samples else 0)
-        num_bytes = parameters * sizes.weight_bytes + contexts * sizes.kv_bytes_per_token
-        num_flop = 2 * sizes.body_parameters * output.num_tokens
-        num_flop += 2 * sizes.head_parameters * samples + 4 * attended * sizes.attention_size
+        num_bytes += parameters * sizes.weight_bytes
+        num_flop += 2 * sizes.body_parameters * output.num_tokens
+        num_flop += 2 * sizes.head_parameters * samples
         self._least_s += self.machine.least_seconds(num_bytes, num_flop)
         self._seconds += seconds
         columns = self._columns

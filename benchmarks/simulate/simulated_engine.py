@@ -11,6 +11,7 @@ from functools import cached_property
 from ostinato.benchmarks.simulate.simulated_drafts import DraftSpec
 from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.conf.schema import SchedulerConfig
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, decide_limits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
@@ -27,6 +28,7 @@ class EngineSpec:
     upper: StepLimits  # the limits for which buffers are sized; step costs can lower them
     num_blocks: int  # blocks of the KV cache, the null block included
     block_size: int  # tokens
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE  # layers that have blocks of their own
     max_model_len: int  # tokens
     costs: CostTable
     prefix_caching: bool = True
@@ -49,7 +51,11 @@ class EngineSpec:
     def cache(self) -> KVCacheManager:
         """A new KV cache."""
         return KVCacheManager(
-            self.num_blocks, self.block_size, enable_prefix_caching=self.prefix_caching
+            self.num_blocks,
+            self.block_size,
+            enable_prefix_caching=self.prefix_caching,
+            groups=self.groups,
+            step_tokens=self.upper.max_num_batched_tokens,
         )
 
     def bound(self) -> ItlBound | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import torch
 from torch import nn
@@ -91,6 +92,7 @@ def measured_spec(config: RunConfig) -> EngineSpec:
             ),
             num_blocks=stats.num_blocks + 1,
             block_size=config.cache.block_size,
+            groups=open_model(config).kv_groups,
             max_model_len=engine.model.max_model_len,
             costs=costs,
             prefix_caching=config.cache.enable_prefix_caching,
@@ -167,6 +169,7 @@ def planned_spec(
         upper=source.limits,
         num_blocks=plan.num_blocks,
         block_size=config.cache.block_size,
+        groups=plan.groups,
         max_model_len=plan.max_model_len,
         costs=costs,
         prefix_caching=config.cache.enable_prefix_caching,
@@ -248,8 +251,9 @@ def model_shape(source: ModelSource) -> ModelShape:
         weight_bytes=(layers + table) * source.dtype.itemsize,
         expert_bytes=experts * source.dtype.itemsize,
         expert_share=share,
-        kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
+        kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_token,
         attention_width=model.num_layers * model.num_heads * model.head_dim,
+        windows=dict(Counter(model.sliding_windows)),
         num_layers=model.num_layers,
         hidden_bytes=model.hidden_size * source.dtype.itemsize,
     )

@@ -278,11 +278,8 @@ class _Tuning:
     def _cache_gib(self) -> float:
         from ostinato.runtime.startup.plan.model_source import open_model
 
-        source = open_model(self.config)
-        per_block = source.config.kv_cache_spec(
-            self.config.cache.block_size, source.cache_dtype
-        ).bytes_per_block
-        return self.spec.num_blocks * per_block / _GIB
+        spec = open_model(self.config).kv_cache_spec(self.config.cache.block_size)
+        return self.spec.num_blocks * spec.bytes_per_block / _GIB
 
     def _report(self, impossible: list[str]) -> int:
         """Print and write the results; returns the exit code."""

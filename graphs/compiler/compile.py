@@ -101,7 +101,9 @@ def _compile_whole(
     tensors = module_tensors(model)
     names = list(tensors)
 
-    def forward(parameters: Parameters, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def forward(
+        parameters: Parameters, batch: ForwardBatch, cache: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         return torch.func.functional_call(
             skeleton, dict(zip(names, parameters, strict=True)), (batch, cache), tie_weights=False
         )
@@ -109,8 +111,9 @@ def _compile_whole(
     name = f"model{_suffix(example)}"
     compiled = stored_function(store, name, skeleton)
     if compiled is None:
+        cache = _separate(kv_cache)
         examples = [
-            Example((list(tensors.values()), batch, kv_cache), varying_in_batch(batch))
+            Example((list(tensors.values()), batch, cache), varying_in_batch(batch))
             for batch in _example_batches(example)
         ]
         compiled = compile_function(forward, examples, store, name, skeleton, PieceCompiler())
@@ -143,7 +146,8 @@ def _compile_layers(
         key = (index == last, *_static_key(layer))
         if key in compiled:
             continue
-        # The caches of all layers have the same shape.
+        # The caches of layers differ at most in numbers of blocks and tokens of a block, which no
+        # program depends on.
         number, is_last = _first_layer(model) + index, index == last
         name = f"layer-{number}{_suffix(example)}"
         traced = _Traced(layer, layer_inputs, kv_cache[0], name, is_last)
@@ -170,6 +174,21 @@ def _compile_layers(
         return LayeredProgram(model, calls, few_calls)
 
     return bind
+
+
+def _separate(kv_cache: KVCache) -> list[tuple[Tensor, Tensor]]:
+    """The caches to trace with. Layers that share memory get tensors of their own, of two blocks.
+
+    Compilers replace inputs that share memory by views of one input. The layers of a model write
+    different blocks, and each waits for the result of the one before, so nothing depends on the
+    memory that they share.
+    """
+    if len(kv_cache.pages) == 2 * len(kv_cache):
+        return list(kv_cache)
+    return [
+        (k_cache.new_empty((2, *k_cache.shape[1:])), v_cache.new_empty((2, *v_cache.shape[1:])))
+        for k_cache, v_cache in kv_cache
+    ]
 
 
 def _suffix(example: ForwardBatch) -> str:

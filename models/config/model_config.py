@@ -22,6 +22,7 @@ from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.models.sharding import WHOLE, Shard, why_indivisible
 from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.attention import AttentionSpec
@@ -181,7 +182,12 @@ class ModelConfig:
         return None
 
     def kv_cache_spec(
-        self, block_size: int, dtype: torch.dtype, *, shard: Shard = WHOLE
+        self,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        shard: Shard = WHOLE,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     ) -> KVCacheSpec:
         """The shape of this model's KV cache.
 
@@ -189,15 +195,19 @@ class ModelConfig:
             block_size: tokens per block.
             dtype: the dtype of keys and values.
             shard: the rank whose heads and layers are cached.
+            groups: those of the whole model, with the same windows.
         """
+        layers = shard.layers(self.num_layers)
         num_kv_heads = shard.kv_heads(self.num_kv_heads).size if self.kind.needs_kv_cache else 0
         return KVCacheSpec(
-            num_layers=shard.layers(self.num_layers).size,
+            num_layers=layers.size,
             num_kv_heads=num_kv_heads,
             head_dim=self.head_dim,
             value_dim=self.value_dim,
             block_size=block_size,
             dtype=dtype,
+            windows=self.sliding_windows[layers.start : layers.start + layers.size],
+            groups=groups,
         )
 
     def attention_spec(

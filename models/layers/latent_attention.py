@@ -92,7 +92,7 @@ class LatentAttention(nn.Module):
             v,
             k_cache,
             v_cache,
-            step.attention,
+            step.attention(self.sliding_window),
             scale=self.scale,
             sliding_window=self.sliding_window,
             backend=self.backend,

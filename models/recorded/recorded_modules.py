@@ -140,7 +140,7 @@ class RecordedAttention(nn.Module):
             v,
             k_cache,
             v_cache,
-            step.attention,
+            step.attention(self.sliding_window),
             scale=self.scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,

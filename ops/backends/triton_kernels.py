@@ -73,7 +73,7 @@ def _cache_rows(
     `_attend` gets caches that are already advanced to its KV head.
     """
     key = start + tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE >= BLOCK_N:  # the tile lies in one block
+    if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
         block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
     else:
         block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)

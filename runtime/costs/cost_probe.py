@@ -35,6 +35,7 @@ from statistics import median
 
 import msgspec
 
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.types.params import MAX_LOGPROBS, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -70,6 +71,7 @@ class StepSpace:
     # Numbers of tokens of a sequence in the measured steps that verify drafts: at least 2, rising.
     verified_tokens: Sequence[int] = ()
     max_num_rows: int = 0  # rows of logits of a step that verifies drafts
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE  # the layers that have blocks of their own
 
 
 class _Prober:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.buffers import HostBuffers, StaticBuffers
+from ostinato.models.kv_groups import KVGroup
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
@@ -39,16 +40,57 @@ class StepShape(NamedTuple):
     has_adapters: bool = False  # whether a token has a low-rank adapter
 
 
+class _RowTables:
+    """The block tables of all rows, of one KV group; they hold the block ids of a layer."""
+
+    def __init__(self, group: KVGroup, buffers: StaticBuffers, *, is_second: bool) -> None:
+        self.block_size = group.units * buffers.block_size
+        self._is_second = is_second
+        self._pieces = group.pieces
+        shape = self.of(buffers.host)[0].shape
+        self.blocks = np.zeros(shape, dtype=np.int32)
+        self._num_blocks = [0] * shape[0]
+
+    def of(self, host: HostBuffers) -> tuple[np.ndarray, np.ndarray]:
+        """The block table and the slot mapping of this group in the host buffers."""
+        if not self._is_second:
+            return host.block_table, host.slot_mapping
+        assert host.window_block_table is not None, "the buffers have two groups"
+        assert host.window_slot_mapping is not None, "the buffers have two groups"
+        return host.window_block_table, host.window_slot_mapping
+
+    def clear(self, row: int) -> None:
+        """Empty the table of a row."""
+        self.blocks[row] = 0
+        self._num_blocks[row] = 0
+
+    def append(self, row: int, block_ids: list[int]) -> None:
+        """Append blocks, given by their ids in the pool, to the table of a row."""
+        begin = self._num_blocks[row]
+        end = self._num_blocks[row] = begin + len(block_ids)
+        self.blocks[row, begin:end] = block_ids
+        if self._pieces > 1:
+            self.blocks[row, begin:end] *= self._pieces
+
+    def slots(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """[N] int64: the slots of the positions [N], each in the row at the same index of `rows`,
+        or all in one row.
+        """
+        size = self.block_size
+        return self.blocks[rows, positions // size].astype(np.int64) * size + positions % size
+
+
 class BatchBuilder:
     """Writes steps into the host buffers; owns the arrays that persist per row."""
 
     def __init__(self, buffers: StaticBuffers, *, few_sequences: int = _FEW_SEQUENCES) -> None:
         self._buffers = buffers
         self._few_sequences = few_sequences
-        max_num_seqs, max_blocks = buffers.host.block_table.shape
-        self._block_size = buffers.block_size
-        self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self._num_blocks = [0] * max_num_seqs
+        max_num_seqs = len(buffers.host.block_table)
+        self._tables = [
+            _RowTables(group, buffers, is_second=bool(index))
+            for index, group in enumerate(buffers.groups)
+        ]
         # The last token of every row; on a CPU this is the memory of `buffers.last_tokens`.
         self.last_token = buffers.last_tokens.cpu().numpy()
         # The slot of each row's low-rank adapter, -1 = none; None = steps cannot have adapters.
@@ -58,9 +100,9 @@ class BatchBuilder:
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """Give the row to a new sequence, with an empty block table."""
-        self._block_table[row] = 0
-        self._num_blocks[row] = 0
+        """Give the row to a new sequence, with empty block tables."""
+        for table in self._tables:
+            table.clear(row)
         if self._adapter_slots is not None:
             self._adapter_slots[row] = request.adapter_slot
 
@@ -69,7 +111,9 @@ class BatchBuilder:
         self._buffers.wait_for_upload()
         for entry in output.scheduled:
             if entry.new_block_ids:
-                self._append_blocks(entry.row, entry.new_block_ids)
+                self._tables[0].append(entry.row, entry.new_block_ids)
+            if entry.new_window_block_ids:
+                self._tables[1].append(entry.row, entry.new_window_block_ids)
         shape = self._build(output.scheduled, output.num_tokens)
         if self._adapter_slots is None:
             return shape
@@ -94,11 +138,6 @@ class BatchBuilder:
         host[: output.num_tokens, 0] = slots.repeat(counts)
         return True
 
-    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        used = self._num_blocks[row]
-        self._block_table[row, used : used + len(block_ids)] = block_ids
-        self._num_blocks[row] = used + len(block_ids)
-
     def _build_decode(self, scheduled: list[ScheduledSequence]) -> StepShape:
         """Write a step of one sampled token per sequence, by array operations."""
         host, count = self._buffers.host, len(scheduled)
@@ -114,9 +153,10 @@ class BatchBuilder:
             if entry.token_ids:
                 host.token_ids[index] = entry.token_ids[0]
         host.positions[:count] = starts
-        np.take(self._block_table, rows, axis=0, out=host.block_table[:count])
-        blocks = self._block_table[rows, starts // self._block_size].astype(np.int64)
-        host.slot_mapping[:count] = blocks * self._block_size + starts % self._block_size
+        for table in self._tables:
+            block_table, slot_mapping = table.of(host)
+            np.take(table.blocks, rows, axis=0, out=block_table[:count])
+            slot_mapping[:count] = table.slots(rows, starts)
         host.query_start_loc[: count + 1] = self._counting[: count + 1]
         host.seq_lens[:count] = starts + 1
         host.logits_indices[:count] = self._counting[:count]
@@ -129,15 +169,13 @@ class BatchBuilder:
 
         One array operation takes as long as ten single writes.
         """
-        host, size, async_tokens = self._buffers.host, self._block_size, self._buffers.async_tokens
+        host, async_tokens = self._buffers.host, self._buffers.async_tokens
         rows: list[int] = []
         sampled_positions: list[int] = []
         has_drafts = False
         index = 0
         for number, entry in enumerate(scheduled):
             row, start, token_ids = entry.row, entry.start, entry.token_ids
-            blocks = self._block_table[row]
-            host.block_table[number] = blocks
             host.query_start_loc[number] = index
             host.sampled_rows[number] = row
             if not token_ids:
@@ -146,13 +184,14 @@ class BatchBuilder:
             for position, token in enumerate(token_ids, start):
                 host.token_ids[index] = token
                 host.positions[index] = position
-                host.slot_mapping[index] = int(blocks[position // size]) * size + position % size
                 host.logits_indices[index] = index
                 rows.append(row)
                 sampled_positions.append(position + 1)
                 index += 1
             host.seq_lens[number] = start + len(token_ids)
         host.query_start_loc[len(scheduled)] = index
+        for table in self._tables:
+            _write_few(table, host, scheduled)
         return StepShape(
             index,
             len(scheduled),
@@ -177,11 +216,12 @@ class BatchBuilder:
                 host.token_ids[begin:end] = -1 - row
             positions = np.arange(entry.start, stop)
             host.positions[begin:end] = positions
-            blocks = self._block_table[row, positions // self._block_size].astype(np.int64)
-            host.slot_mapping[begin:end] = blocks * self._block_size + positions % self._block_size
+            for table in self._tables:
+                block_table, slot_mapping = table.of(host)
+                block_table[index] = table.blocks[row]
+                slot_mapping[begin:end] = table.slots(row, positions)
             host.query_start_loc[index] = begin
             host.seq_lens[index] = stop
-            host.block_table[index] = self._block_table[row]
             count = entry.num_logits
             if count:
                 num_rows = len(sampled_rows)
@@ -202,6 +242,18 @@ class BatchBuilder:
             tokens_per_seq=tokens_per_seq(scheduled) if has_drafts else 0,
             drafts=drafts if has_drafts else None,
         )
+
+
+def _write_few(table: _RowTables, host: HostBuffers, scheduled: list[ScheduledSequence]) -> None:
+    """Write the block table and the slots of a group with single writes."""
+    block_table, slot_mapping = table.of(host)
+    size, index = table.block_size, 0
+    for number, entry in enumerate(scheduled):
+        blocks = table.blocks[entry.row]
+        block_table[number] = blocks
+        for position in range(entry.start, entry.start + entry.num_new_tokens):
+            slot_mapping[index] = int(blocks[position // size]) * size + position % size
+            index += 1
 
 
 def tokens_per_seq(scheduled: list[ScheduledSequence]) -> int:

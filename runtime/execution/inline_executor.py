@@ -169,8 +169,8 @@ class InlineExecutor:
                 if self._pages is not None:
                     self._pages.set_busy(True)
                 with torch.inference_mode():
-                    for tensor in (tensor for layer in self._kv_cache for tensor in layer):
-                        tensor[: num_blocks + 1].zero_()
+                    for page in self._kv_cache.pages:
+                        page[: num_blocks + 1].zero_()
                 if self._encoder is not None:
                     self._encoder.touch()
             case _:
@@ -211,7 +211,8 @@ class InlineExecutor:
     def _map_pages(self, pages: CachePages, output: SchedulerOutput) -> None:
         """Tell `pages` which blocks are used, and that a step runs."""
         for entry in output.scheduled:
-            if entry.new_block_ids:
-                self._highest_block_id = max(self._highest_block_id, *entry.new_block_ids)
+            for block_ids in (entry.new_block_ids, entry.new_window_block_ids):
+                if block_ids:
+                    self._highest_block_id = max(self._highest_block_id, *block_ids)
         pages.use(self._highest_block_id)
         pages.set_busy(True)

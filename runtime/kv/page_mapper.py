@@ -50,7 +50,7 @@ class CachePages:
     """
 
     def __init__(self, kv_cache: KVCache, bytes_per_block: int) -> None:
-        self._tensors = [side for layer in kv_cache for side in layer]
+        self._tensors = kv_cache.pages
         self._num_blocks = self._tensors[0].shape[0]
         self._ahead = max(1, _AHEAD_BYTES // bytes_per_block)
         # Blocks [0, _wanted) are to be mapped.

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch
 
-from ostinato.runtime.memory.memory_plan import MeasuredMemory, MemoryPlan
+from ostinato.runtime.memory.footprint import MeasuredMemory
+from ostinato.runtime.memory.memory_plan import MemoryPlan
 
 __all__ = ("CudaMemory", "DeviceMemory", "compare_with_plan", "measure")
 

@@ -24,78 +24,26 @@ from dataclasses import dataclass, replace
 
 from ostinato.conf.schema import DeviceConfig
 from ostinato.conf.sections.cache_schema import CacheConfig
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, longest_sequence, sequence_blocks
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
+from ostinato.runtime.memory.footprint import (
+    GraphFootprint,
+    ModelFootprint,
+    graph_bytes,
+    step_bytes,
+)
 
 __all__ = (
-    "CUDA_GRAPH_BYTES",
     "GIB",
-    "GraphFootprint",
-    "MeasuredMemory",
     "MemoryPlan",
-    "ModelFootprint",
     "free_memory",
     "plan_memory",
 )
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB
-CUDA_GRAPH_BYTES = 4 << 20  # driver state of one captured graph, beside the shared pool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredMemory:
-    """Measured memory of a device in bytes, which replaces the plan's estimates."""
-
-    used_bytes: int  # weights, static buffers, workspaces and libraries, without the KV cache
-    step_bytes: int  # peak memory of the largest uncaptured step, in addition to `used_bytes`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFootprint:
-    """The sizes of a model that a plan needs."""
-
-    weights_bytes: int  # all parameters and buffers, in the form that the device holds
-    kv_bytes_per_token: int  # keys and values of all layers
-    hidden_size: int
-    intermediate_size: int  # the size of the widest MLP, see `ModelConfig.widest_mlp`
-    qkv_size: int  # numbers in the queries, keys and values of one token
-    dtype_bytes: int  # bytes of one activation
-    max_model_len: int  # tokens; the model's own limit
-    sampling_bytes: int = 0  # logits of the largest step and their sampling
-    workspace_bytes: int = 0  # workspace of the attention backend in the largest step
-    measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
-    draft: ModelFootprint | None = None  # the draft model; its cache has as many blocks
-    # Bytes of a draft head's weights that are copies of its model's embedding and output head. The
-    # draft head needs copies because the model's part on this rank lacks rows of these tables.
-    copied_bytes: int = 0
-    adapter_bytes: int = 0  # slots of low-rank adapters; `weights_bytes` includes them
-    # The vision tower and the tables for embeddings of images; `weights_bytes` includes them.
-    image_bytes: int = 0
-    # The audio tower and the caches of cross attention; `weights_bytes` includes them.
-    audio_bytes: int = 0
-    # The audio tower and the tables for embeddings of sounds; `weights_bytes` includes them.
-    sound_bytes: int = 0
-    # The tables for embeddings alone; `image_bytes` or `sound_bytes` includes them.
-    media_table_bytes: int = 0
-    # "images" or "sounds" if the model takes them, but the files that say how are missing. Then
-    # nothing is counted for them.
-    uncounted: str = ""
-    tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers, in the device's memory
-
-    @property
-    def media_setting(self) -> str:
-        """The setting of the size of the tables for embeddings."""
-        return "audio.cache_tokens" if self.sound_bytes else "images.cache_tokens"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphFootprint:
-    """The graphs that will be captured."""
-
-    num_graphs: int
-    max_tokens: int  # tokens of the largest graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,25 +58,36 @@ class MemoryPlan:
     kv_bytes: int  # num_blocks * bytes_per_block
     block_size: int  # tokens
     bytes_per_block: int  # a block in the KV cache of the model, plus one in the draft model's
+    bytes_per_token: int  # a token in all layers of the model and of the draft model
     num_blocks: int  # blocks to allocate, the null block included
     max_model_len: int  # tokens; at most the model's own limit
     reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
+    step_tokens: int  # tokens of the largest step
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the usable blocks hold."""
+        """Tokens that fit at once: of sequences of max_model_len, if some layers have a window."""
+        if any(group.window for group in self.groups):
+            return int(self.num_full_sequences * self.max_model_len)
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that fits."""
-        return max(0, self.num_tokens)
+        """Tokens of the longest sequence that fits, at most max_model_len."""
+        num_usable, most = self.num_blocks - 1, self.max_model_len
+        if self.sequence_blocks(most) <= num_usable:
+            return most
+        return longest_sequence(self.groups, self.block_size, num_usable, self.step_tokens)
 
     @property
     def num_full_sequences(self) -> float:
         """How many sequences of max_model_len fit at once."""
-        return (self.num_blocks - 1) / self.sequence_blocks(self.max_model_len)
+        num_usable, most = self.num_blocks - 1, self.sequence_blocks(self.max_model_len)
+        if num_usable <= most:
+            return num_usable / most
+        return 1 + (num_usable - most) / self.decoding_blocks(self.max_model_len)
 
     def limited(self, num_blocks: int, max_model_len: int) -> MemoryPlan:
         """The plan of a rank, limited to what every rank of the engine has room for.
@@ -145,8 +104,21 @@ class MemoryPlan:
         )
 
     def sequence_blocks(self, num_tokens: int) -> int:
-        """Blocks of a sequence of `num_tokens`."""
-        return _blocks(num_tokens, self.block_size)
+        """The most blocks that a sequence of `num_tokens` holds at once."""
+        return sequence_blocks(self.groups, self.block_size, num_tokens, self.step_tokens)
+
+    def decoding_blocks(self, num_tokens: int) -> int:
+        """Blocks of a sequence of `num_tokens` that decodes.
+
+        While its prompt is computed, a sequence holds more blocks of layers with a window: those of
+        a whole step. Only one sequence can have a whole step.
+        """
+        return sequence_blocks(self.groups, self.block_size, num_tokens, 1)
+
+    def blocks_of_sequences(self, count: int) -> int:
+        """The most blocks that `count` sequences of max_model_len hold at once."""
+        length = self.max_model_len
+        return self.sequence_blocks(length) + (count - 1) * self.decoding_blocks(length)
 
     @property
     def unplanned_bytes(self) -> int:
@@ -196,8 +168,9 @@ def plan_memory(
     measured = model.measured
     length = model.max_model_len if max_model_len is None else max_model_len
     draft = model.draft
-    kv_bytes_per_token = model.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
-    bytes_per_block = kv_bytes_per_token * cache.block_size
+    draft_bytes = draft.kv_bytes_per_token if draft else 0
+    bytes_per_unit = (model.kv_bytes_per_unit or model.kv_bytes_per_token) + draft_bytes
+    bytes_per_block = bytes_per_unit * cache.block_size
     reasons = [f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory"]
     if draft is not None:
         reason = (
@@ -208,6 +181,8 @@ def plan_memory(
             reason += f"; {_size(draft.copied_bytes)} are copies of the model's embedding or head"
         reasons.append(reason)
     reasons += _weights_beside_layers(model)
+    if model.group_reason is not None:
+        reasons.append(model.group_reason)
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
@@ -215,24 +190,26 @@ def plan_memory(
             (model.weights_bytes if measured is None else measured.used_bytes)
             + (draft.weights_bytes if draft else 0)
         ),
-        activation_bytes=_step_bytes(model, scheduler.max_num_batched_tokens, is_cpu=is_cpu),
-        graph_bytes=0 if graphs is None or is_cpu else _graph_bytes(model, graphs),
+        activation_bytes=step_bytes(model, scheduler.max_num_batched_tokens, is_cpu=is_cpu),
+        graph_bytes=0 if graphs is None or is_cpu else graph_bytes(model, graphs),
         kv_bytes=0,
         block_size=cache.block_size,
         bytes_per_block=bytes_per_block,
+        bytes_per_token=model.kv_bytes_per_token + draft_bytes,
         num_blocks=0,
         max_model_len=length,
         reasons=tuple(reasons),
+        step_tokens=scheduler.max_num_batched_tokens,
         tier_bytes=model.tier_bytes,
+        groups=model.groups,
     )
     room = _room(plan, model)
     if not bytes_per_block:
         return _without_cache(plan, scheduler)
-    sequence_blocks = plan.sequence_blocks(length)
     kv_bytes, reason = _kv_bytes(
         room,
-        one_sequence=(sequence_blocks + 1) * bytes_per_block,
-        all_sequences=(sequence_blocks * scheduler.max_num_seqs + 1) * bytes_per_block,
+        one_sequence=(plan.blocks_of_sequences(1) + 1) * bytes_per_block,
+        all_sequences=(plan.blocks_of_sequences(scheduler.max_num_seqs) + 1) * bytes_per_block,
         is_cpu=is_cpu,
         memory_gib=cache.memory_gib,
     )
@@ -248,7 +225,7 @@ def plan_memory(
 
 def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
     """The plan of an encoder. Its blocks take no memory, so it has blocks for all sequences."""
-    per_sequence = _blocks(plan.max_model_len, plan.block_size) + 1  # admission needs a spare block
+    per_sequence = plan.sequence_blocks(plan.max_model_len) + 1  # admission needs a spare block
     return replace(
         plan,
         num_blocks=scheduler.max_num_seqs * per_sequence + 1,
@@ -381,44 +358,6 @@ def _with_length(
         f"not enough memory for one sequence of {length} tokens: its KV blocks need {_size(need)}, "
         f"and {_size(plan.kv_bytes)} are planned; {', or '.join(remedies)}"
     )
-
-
-def _blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
-
-
-def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
-    """Bytes of the pool that all captured graphs share, and of the driver's state of each graph."""
-    models = (model,) if model.draft is None else (model, model.draft)
-    pool = max(_activation_bytes(one, graphs.max_tokens) for one in models)
-    return pool + graphs.num_graphs * CUDA_GRAPH_BYTES
-
-
-def _step_bytes(model: ModelFootprint, num_tokens: int, *, is_cpu: bool) -> int:
-    """Peak of the memory of the largest step, of the model or of its draft model.
-
-    The two run one after the other, so they share the memory of intermediate tensors. On a GPU the
-    draft model keeps its logits, its sampling state and its workspace beside those of the model.
-    Its memory is not measured on a GPU, because it is loaded after the KV cache was allocated.
-    """
-    measured, draft = model.measured, model.draft
-    own = _activation_bytes(model, num_tokens) if measured is None else measured.step_bytes
-    if draft is None:
-        return own
-    kept = 0 if is_cpu else draft.sampling_bytes + draft.workspace_bytes
-    return max(own, _activation_bytes(draft, num_tokens) - kept) + kept
-
-
-def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:
-    """Peak estimate of a step's intermediate tensors.
-
-    Per token, a layer holds three vectors of the hidden size: the residual, the normed input and a
-    result. It also holds the larger of two things: queries, keys and values before and after
-    rotation, or the two halves of the gated MLP with their product. The memory of sampling and the
-    attention workspace are added.
-    """
-    layer = 3 * model.hidden_size + max(2 * model.qkv_size, 3 * model.intermediate_size)
-    return num_tokens * layer * model.dtype_bytes + model.sampling_bytes + model.workspace_bytes
 
 
 def _size(num_bytes: float) -> str:

@@ -304,6 +304,8 @@ def _make_scheduler(
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and kind.needs_kv_cache,
         tiers=_make_tier_index(plan, costs) if config.cache.has_tiers else None,
+        groups=plan.source.kv_groups,
+        step_tokens=plan.source.limits.max_num_batched_tokens,
     )
     scheduler = make_scheduler(
         config.scheduler,

@@ -124,6 +124,7 @@ def calibrate(
             sampling=msgspec.convert(model.default_sampling, SamplingParams, strict=False),
             verified_tokens=verified_tokens(limits.rows_per_seq),
             max_num_rows=min(limits.max_num_rows, limits.max_num_batched_tokens),
+            groups=plan.groups,
         ),
         budget_s=store.graphs.cost_table_budget_s,
     )

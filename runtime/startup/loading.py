@@ -76,7 +76,9 @@ def begin_model(
         config.audio,
     )
     cache = (config.cache.block_size, config.cache.dtype)
-    key = repr((*sections, *cache, plan.backend, memory.max_model_len, plan.source.shard))
+    source = plan.source
+    parts = (*sections, *cache, plan.backend, memory.max_model_len, source.shard, source.kv_groups)
+    key = repr(parts)
     kept = None if model_cache is None else model_cache.get(key)
     if kept is not None:
         return kept.model, lambda kv_cache, buffers, bundle: kept.bind
@@ -284,6 +286,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "weights": repr(source.weights),
             "cache_scales": str(source.has_cache_scales),
             "block_size": str(config.cache.block_size),
+            "kv_groups": repr(source.kv_groups),
             "max_model_len": str(plan.memory.max_model_len),
             "ranks": _describe_ranks(source),
             "adapters": repr(source.adapters),

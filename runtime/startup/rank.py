@@ -225,11 +225,13 @@ def _make_grammars(plan: EnginePlan, undo: ExitStack) -> GrammarStore:
 
 def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> StaticBuffers:
     limits, block_size = plan.source.limits, plan.config.cache.block_size
+    groups, length = plan.source.kv_groups, plan.memory.max_model_len
+    num_blocks = [-(-length // (group.units * block_size)) for group in groups]
     return StaticBuffers(
         max_num_tokens=limits.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_num_rows=limits.max_num_rows,
-        max_blocks_per_seq=-(-plan.memory.max_model_len // block_size),
+        max_blocks_per_seq=num_blocks[0],
         block_size=block_size,
         device=plan.source.device,
         async_tokens=plan.overlap or None,
@@ -237,6 +239,8 @@ def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> St
         max_drafts=limits.rows_per_seq - 1,
         num_host_copies=num_copies,
         has_adapters=plan.source.adapters is not None,
+        groups=groups,
+        max_window_blocks_per_seq=num_blocks[1] if len(groups) > 1 else 0,
     )
 
 

@@ -1,7 +1,6 @@
 """Copies whole KV blocks between the cache tensors of a device and buffers in host memory.
 
-A buffer holds the bytes of one block: for each layer its keys, then its values. The order within
-these is that of the cache tensors.
+A buffer holds the bytes of one block: its part of each of `KVCache.pages`, in their order.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ def device_blocks(kv_cache: KVCache) -> DeviceBlocks:
 
 def _rows(kv_cache: KVCache) -> list[Tensor]:
     """The tensors of a cache as bytes, each [num_blocks, bytes of a block in this tensor]."""
-    sides = (side for layer in kv_cache for side in layer)
-    return [side.view(torch.uint8).view(side.shape[0], -1) for side in sides]
+    return [page.view(torch.uint8).view(page.shape[0], -1) for page in kv_cache.pages]
 
 
 class CpuBlocks:

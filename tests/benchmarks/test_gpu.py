@@ -55,6 +55,38 @@ def test_the_roofline_of_a_step() -> None:
     assert machine.least_seconds(288, 8160) == pytest.approx(8.16)
 
 
+def test_layers_with_a_window_read_less() -> None:
+    windows = {0: 1, 3: 2, -4: 1}  # four layers
+    small = ModelSizes(
+        body_parameters=1000,
+        head_parameters=200,
+        weight_bytes=2,
+        kv_bytes_per_token=16,
+        attention_size=8,
+        windows=windows,
+    )
+
+    def keys(window: int, position: int) -> range:
+        first = max(0, position - window + 1) if window else 0
+        return range(position // -window * -window if window < 0 else first, position + 1)
+
+    for start, end in ((0, 1), (0, 11), (5, 6), (3, 9), (10, 11), (7, 13)):
+        num_read = num_pairs = 0
+        for window, count in windows.items():
+            seen = [keys(window, position) for position in range(start, end)]
+            num_read += count * len(set().union(*seen))
+            num_pairs += count * sum(map(len, seen))
+        # 4 bytes of keys and values in each layer; 4 operations for each of 2 numbers of a layer
+        assert small.attention_work(start, end) == (4 * num_read, 4 * 2 * num_pairs)
+    assert small.decode_bytes(2, 7) == 2400 + 2 * 4 * (7 + 2 * 3 + 3)
+    gemma = sizes("gemma3-4b")
+    assert gemma.windows == {1024: 29, 0: 5}
+    weights = gemma.decode_bytes(1, 0)
+    assert gemma.decode_bytes(1, 1000) - weights == 1000 * gemma.kv_bytes_per_token
+    read = gemma.decode_bytes(1, 34_000) - weights
+    assert read == (5 * 34_000 + 29 * 1024) * gemma.kv_bytes_per_token // 34
+
+
 def test_a_stage_that_fails_is_recorded() -> None:
     found = _run_apart("no-such-stage", True, 120.0)
     assert (found["status"], found["error"]) == ("failed", "KeyError: 'no-such-stage'")

@@ -155,7 +155,7 @@ def test_the_plan_holds_the_weights_and_the_cache(option: str):
             head_dim = given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
             values = given["v_head_dim"]
         width = layers * heads * (head_dim + values) * source.cache_dtype.itemsize
-        assert plan.bytes_per_block == width * plan.block_size
+        assert plan.bytes_per_token == width
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ class CapturedAttention:
         engine.buffers.upload(key.num_seqs)
         planner.plan(key, engine.buffers.host, engine.buffers.plan)
         batch = engine.buffers.batch(key.num_tokens, key.num_seqs, 1)
-        metadata = StepInputs({}, batch).attention
+        metadata = StepInputs({}, batch).attention(0)
 
         # The graph reads these tensors in every replay, so they live as long as it does.
         self.per_head = per_head = shape.per_head()

@@ -38,7 +38,7 @@ class ToyLayer(DecoderLayer):
         qkv = hidden @ self.qkv.T + step.rope[DEFAULT_ROPE].cos.sum(-1, keepdim=True)
         q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
         context = paged_attention(
-            q, k, v, k_cache, v_cache, step.attention, scale=0.3, backend="reference"
+            q, k, v, k_cache, v_cache, step.attention(0), scale=0.3, backend="reference"
         )
         context = context.flatten(1)
         if rows is not None:

@@ -1,7 +1,8 @@
 """Runs steps of a model without an engine, from lists of (sequence, number of tokens).
 
 A `Driver` owns a cache and block tables. `step` computes the listed number of further tokens of
-each listed sequence. A list can mix whole prompts, chunks of prompts and decodes.
+each listed sequence. A list can mix whole prompts, chunks of prompts and decodes. With KV groups,
+blocks that lie outside of the window are given to other sequences. Until then they hold NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import ForwardBatch
 
@@ -28,6 +30,8 @@ class Sequence:
         self.adapter_slot = -1  # of the model's low-rank adapters; -1 = none
         self.num_computed = 0
         self.block_ids: list[int] = []
+        self.window_block_ids: list[int] = []  # of the second group
+        self.num_freed = [0, 0]  # blocks of each group
 
 
 class Driver:
@@ -47,22 +51,24 @@ class Driver:
         pad_to: int = 2,
         dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     ) -> None:
         self.model = model
         self.forward = forward or model
         self.max_seqs = max_seqs
         self.pad_to = pad_to  # the fewest tokens of a step: no graph is compiled for one token
-        self.max_blocks = -(-max_len // self.block_size)
+        self.max_len = max_len
+        self.groups = groups
         self.dtype = dtype or next(model.parameters()).dtype
-        self.cache = config.kv_cache_spec(self.block_size, self.dtype, shard=shard).allocate(
-            num_blocks, torch.device("cpu")
-        )
+        spec = config.kv_cache_spec(self.block_size, self.dtype, shard=shard, groups=groups)
+        self.cache = spec.allocate(num_blocks, torch.device("cpu"))
         # Blocks are handed out from the end, so that no sequence has the blocks 1, 2, 3, ...
         self.free_blocks = list(range(1, num_blocks))
 
     def adopt(self, sequence: Sequence, other: Sequence, num_tokens: int) -> None:
         """Start `sequence` with the full blocks of `other`'s first tokens: a prefix-cache hit."""
         assert num_tokens % self.block_size == 0, "only full blocks can be shared"
+        assert self.groups == WHOLE_CACHE, "the blocks of a window can be free"
         assert sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens], "prefixes differ"
         sequence.block_ids = other.block_ids[: num_tokens // self.block_size]
         sequence.num_computed = num_tokens
@@ -71,21 +77,29 @@ class Driver:
         """The tensors of a step; padding tokens go to block 0."""
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[list[int]] = [[] for _ in self.groups]
         starts = [0]
         lengths: list[int] = []
         adapters: list[int] = []
-        table = torch.zeros(self.max_seqs, self.max_blocks, dtype=torch.int32)
+        sizes = [group.units * self.block_size for group in self.groups]
+        tables = [
+            torch.zeros(self.max_seqs, -(-self.max_len // size), dtype=torch.int32)
+            for size in sizes
+        ]
         for row, (sequence, num_tokens) in enumerate(scheduled):
             end = sequence.num_computed + num_tokens
-            while len(sequence.block_ids) * self.block_size < end:
-                sequence.block_ids.append(self.free_blocks.pop())
-            table[row, : len(sequence.block_ids)] = torch.tensor(sequence.block_ids)
+            for index, (group, size) in enumerate(zip(self.groups, sizes, strict=True)):
+                block_ids = (sequence.block_ids, sequence.window_block_ids)[index]
+                while len(block_ids) * size < end:
+                    block_ids.append(self.free_blocks.pop())
+                tables[index][row, : len(block_ids)] = torch.tensor(block_ids) * group.pieces
+                slots[index] += [
+                    block_ids[position // size] * group.pieces * size + position % size
+                    for position in range(sequence.num_computed, end)
+                ]
             for position in range(sequence.num_computed, end):
                 token_ids.append(sequence.token_ids[position])
                 positions.append(position)
-                block, offset = divmod(position, self.block_size)
-                slots.append(sequence.block_ids[block] * self.block_size + offset)
                 adapters.append(sequence.adapter_slot)
             starts.append(len(token_ids))
             lengths.append(end)
@@ -95,16 +109,18 @@ class Driver:
         return ForwardBatch(
             token_ids=torch.tensor(token_ids + [0] * padding),
             positions=torch.tensor(positions + [0] * padding),
-            slot_mapping=torch.tensor(slots + [0] * padding),
+            slot_mapping=torch.tensor(slots[0] + [0] * padding),
             logits_indices=torch.arange(len(token_ids) + padding),
             sampled_rows=torch.arange(len(token_ids) + padding),
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_table=table,
+            block_table=tables[0],
             plan=torch.zeros(1, dtype=torch.int64),
             adapter_slots=torch.tensor([adapters + [-1] * padding], dtype=torch.int32).t()
             if max(adapters) >= 0
             else None,
+            window_block_table=tables[1] if len(tables) > 1 else None,
+            window_slot_mapping=torch.tensor(slots[1] + [0] * padding) if len(slots) > 1 else None,
         )
 
     @torch.no_grad()
@@ -115,8 +131,23 @@ class Driver:
         logits = self.model.compute_logits(hidden)
         for sequence, num_tokens in scheduled:
             sequence.num_computed += num_tokens
+            self.free_behind_window(sequence)
         sizes = [num_tokens for _, num_tokens in scheduled]
         return list(logits[: sum(sizes)].split(sizes))
+
+    def free_behind_window(self, sequence: Sequence) -> None:
+        """Free the blocks that the next token does not see, and fill them with NaN."""
+        for index, group in enumerate(self.groups):
+            if not group.window:
+                continue
+            block_ids = (sequence.block_ids, sequence.window_block_ids)[index]
+            size = group.units * self.block_size
+            end = max(0, sequence.num_computed + 1 - group.window) // size
+            freed = block_ids[sequence.num_freed[index] : end]
+            sequence.num_freed[index] = max(end, sequence.num_freed[index])
+            for page in self.cache.pages:
+                page.view(torch.uint8)[freed] = 255  # all bits set are NaN in every dtype
+            self.free_blocks += freed
 
     def prefill(self, sequence: Sequence, chunks: list[int]) -> Tensor:
         """Compute the rest of a prompt in steps of these sizes; returns all their logits."""

@@ -96,6 +96,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         backend: str = "reference",
         seed: int | None = None,
+        most_tokens: int = len(PROMPT),
     ) -> None:
         checkpoint = open_checkpoint(ModelSection(path=str(directory)))
         self.config: ModelConfig = read_model_config(checkpoint)
@@ -126,7 +127,7 @@ class Pipeline:
         ]
         self.stages = [fill(build(shard), skeleton) for shard in self.shards]
         self.forwards: list[Forward] = list(self.stages)
-        shape = HiddenShape(len(PROMPT), self.config.hidden_size, dtype)
+        shape = HiddenShape(most_tokens, self.config.hidden_size, dtype)
         ends = [create_handoff(shape.slot_bytes, 1) for _ in range(count - 1)]
         self._senders = [HiddenSender(sender, shape) for sender, _ in ends]
         self._receivers = [HiddenReceiver(receiver, shape) for _, receiver in ends]

@@ -1,7 +1,7 @@
 """Random attention steps for comparing backends: (query rows, context) per sequence.
 
-Memory that a backend must not read holds NaN: the null block, blocks of no sequence and the unused
-ends of blocks. Block-table entries past a context are far out of range.
+Memory that must not reach a result holds NaN: the null block, blocks of no sequence, the unused ends
+of blocks, and blocks that lie outside of the window of all rows. Block-table entries past a context are far out of range.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Shape:
         slopes = 0.3 * 0.8**heads if self.has_alibi else None
         sinks = 3.0 * torch.cos(heads) if self.has_sinks else None
         return slopes, sinks
+
+    def first_seen(self, position: int) -> int:
+        """The first key that the row at a position sees."""
+        if self.sliding_window < 0:
+            return position - position % -self.sliding_window
+        return max(0, position + 1 - self.sliding_window) if self.sliding_window else 0
 
     def visible_ends(self, positions: range, context: int) -> list[int]:
         """The `AttentionMetadata.visible_ends` of the tokens at these positions."""
@@ -103,8 +109,10 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
         if shape.run_tokens:
             ends += shape.visible_ends(range(context - query_len, context), context)
         starts.append(starts[-1] + query_len)
+        outside = shape.first_seen(context - query_len) // size
         for cache in (k_cache, v_cache):
             cache[blocks[-1:], :, (context - 1) % size + 1 :] = float("nan")
+            cache[blocks[:outside]] = float("nan")
     for cache in (k_cache, v_cache):
         cache[[0, *free]] = float("nan")
     num_tokens = starts[-1]

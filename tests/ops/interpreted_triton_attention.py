@@ -81,6 +81,9 @@ GRID = [
     (SHORT, shape(4, 2, 32, 16, FLOAT32, sinks=True, alibi=True, cap=5.0)),
     (MIXED, shape(2, 1, 32, 16, FLOAT32, run=11)),
     (MIXED, shape(2, 1, 32, 16, FLOAT16, run=30, window=40)),
+    # Layers that share blocks with others can have blocks of any multiple of cache.block_size.
+    (MIXED, shape(2, 1, 32, 96, FLOAT32)),
+    (MIXED, shape(2, 1, 64, 48, FLOAT16, window=40)),
 ]
 
 

@@ -44,7 +44,7 @@ class Engine:
             return torch.cat([tensor, extra])
 
         batch = self.buffers.batch(key.num_tokens, key.num_seqs, 1)
-        metadata = StepInputs({}, batch).attention
+        metadata = StepInputs({}, batch).attention(0)
         return step._replace(
             q=padded(step.q), k=padded(step.k), v=padded(step.v), metadata=metadata
         )

@@ -61,7 +61,10 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     positions = range(length)
     blocks = [int(step.metadata.block_table[row, p // shape.block_size]) for p in positions]
     offsets = [p % shape.block_size for p in positions]
-    keys, values = (cache[blocks, :, offsets].clone() for cache in (step.k_cache, step.v_cache))
+    # Blocks outside of the window hold NaN, which a mask does not hide.
+    keys, values = (
+        cache[blocks, :, offsets].nan_to_num() for cache in (step.k_cache, step.v_cache)
+    )
     keys[length - num_queries :] = step.k[starts[row] : starts[row + 1]]
     values[length - num_queries :] = step.v[starts[row] : starts[row + 1]]
     key = torch.arange(length)

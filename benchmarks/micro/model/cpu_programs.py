@@ -127,7 +127,7 @@ class Ways:
         def step(batch: ForwardBatch) -> Tensor:
             hidden, inputs = self._model.begin(batch)
             ((cos, sin),) = inputs.rope.values()
-            metadata = _given(inputs.attention)
+            metadata = _given(inputs.attention(0))
             for weights, caches in zip(self._weights, self._cache, strict=True):
                 hidden = call(weights, hidden, cos, sin, metadata, *caches)
             return self._model.finish(hidden)
@@ -140,7 +140,7 @@ class Ways:
         ((kind, (cos, sin)),) = inputs.rope.items()
         # Zeros describe a step of padding only. The values of the last step would not fit this
         # shape, and the attention kernel would refuse them when the C++ wrapper first runs.
-        metadata = [torch.zeros_like(tensor) for tensor in _given(inputs.attention)]
+        metadata = [torch.zeros_like(tensor) for tensor in _given(inputs.attention(0))]
         tensors = (hidden.clone(), cos.clone(), sin.clone(), metadata)
         return Layer(self._model.layers[0], kind), (self._weights[0], *tensors, *self._cache[0])
 

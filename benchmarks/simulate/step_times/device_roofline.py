@@ -19,7 +19,7 @@ of custom kernels report (vllm-project/vllm#24111).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ostinato.conf.sections.tuning_schema import LinkName
 from ostinato.runtime.costs.cost_table import CostTable
@@ -122,12 +122,24 @@ class ModelShape:
     expert_share: float = 1.0  # the share of the experts that a token uses
     kv_bytes_per_token: int  # keys and values of all layers
     attention_width: int  # layers x query heads x head dimension
+    # {window: layers that have it}, windows as `paged_attention` takes them. Empty = no layer has
+    # a window.
+    windows: dict[int, int] = field(default_factory=dict)
     num_layers: int = 0
     hidden_bytes: int = 0  # one token's hidden state, which ranks and stages exchange
 
     def read_bytes(self, tokens: int) -> float:
         """The bytes of weights that a step of `tokens` tokens reads."""
         return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
+
+    def seen(self, length: float) -> float:
+        """Tokens of a context of `length` tokens that a layer sees, the mean over all layers."""
+        windows = self.windows or {0: 1}
+        total = sum(
+            count * (min(length, abs(window)) if window else length)
+            for window, count in windows.items()
+        )
+        return total / sum(windows.values())
 
 
 def roofline_table(
@@ -154,8 +166,8 @@ def roofline_table(
         operations = 2.0 * (tokens * model.num_parameters + seqs * model.num_logit_parameters)
         layers = max(operations / rate, model.read_bytes(tokens) / bandwidth)
         # Each new token attends to its context and on average to half of the new tokens.
-        length = context + tokens / seqs / 2
-        read = seqs * (context + tokens / seqs) * model.kv_bytes_per_token
+        length = model.seen(context + tokens / seqs / 2)
+        read = seqs * (model.seen(context) + tokens / seqs) * model.kv_bytes_per_token
         attention = max(4.0 * tokens * length * model.attention_width / rate, read / bandwidth)
         hidden = tokens * model.hidden_bytes
         exchanges = 2 * model.num_layers * division.sum_seconds(hidden)

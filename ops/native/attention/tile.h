@@ -26,6 +26,7 @@ constexpr int kMaxGroup = 16;     // tokens of a group
 constexpr int kMinGroup = 8;
 constexpr int kRowBlock = 6;      // query rows per register block
 constexpr int kMaxHeadDim = 256;
+alignas(64) inline constexpr char kZeroGroup[kMaxGroup * kMaxHeadDim * sizeof(float)] = {};  // keys or values
 #if OSTINATO_AMX
 constexpr int kBFloat16ByteElements = 4;  // of a step in a cache of 8 bits of a bfloat16 model
 #else

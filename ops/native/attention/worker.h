@@ -150,6 +150,8 @@ class Worker {
     return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
   }
 
+  // The groups of the tile of keys that starts at first_key. Groups before the window are zeros: their blocks can be
+  // those of other sequences, and a weight of 0 times NaN is NaN.
   // Not inlined: run_partition calls it three times.
   [[gnu::noinline]] TileGroups<Unit> locate(const QueryTile& tile, int first_key) const {
     TileGroups<Unit> groups;
@@ -157,6 +159,10 @@ class Worker {
     const int count = count_keys(tile, first_key);
     for (int i = 0; i < kTile / tokens_; ++i) {
       const int position = i * tokens_ < count ? first_key + i * tokens_ : first_key;
+      if (position + tokens_ <= tile.first_key) {
+        groups.keys[i] = groups.values[i] = reinterpret_cast<const Unit*>(kZeroGroup);
+        continue;
+      }
       const int64_t block = blocks[position / p_.block_size];
       const int64_t offset = position % p_.block_size;
       groups.keys[i] = group_at(p_.k_cache, block, tile.kv_head, offset * p_.key_bytes);

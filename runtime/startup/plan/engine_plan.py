@@ -24,7 +24,8 @@ from ostinato.ops.moe.flashinfer_experts import why_unsupported
 from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.ops.quantized import GPU_TILE_TOKENS
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, GIB, MemoryPlan
+from ostinato.runtime.memory.footprint import CUDA_GRAPH_BYTES
+from ostinato.runtime.memory.memory_plan import GIB, MemoryPlan
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton, open_model
 from ostinato.runtime.startup.plan.planning import bucket_table, count_graphs, plan_engine
 from ostinato.runtime.startup.plan.refusals import check_tiers
@@ -106,7 +107,7 @@ class EnginePlan:
         """Bytes of a block on the rank with the most layers; every rank computes the same."""
         spec = self.kv_cache_spec
         num_layers = -(-self.source.config.num_layers // self.source.shard.stage.count)
-        return spec.bytes_per_block // spec.num_layers * num_layers
+        return spec.bytes_per_token // spec.num_layers * num_layers * spec.block_size
 
     def make_aux_states(self) -> AuxStates | None:
         """Buffers for the hidden states that the draft head reads.
@@ -256,6 +257,7 @@ def _draft_plan(plan: EnginePlan, *, is_here: bool) -> EnginePlan:
         plan.memory,
         max_model_len=min(plan.memory.max_model_len, source.config.max_model_len),
         bytes_per_block=spec.bytes_per_block,
+        bytes_per_token=spec.bytes_per_token,
         # The draft model's graphs share the memory pool of the model's graphs.
         graph_bytes=0 if plan.is_cpu else count_graphs(config, source) * CUDA_GRAPH_BYTES,
     )

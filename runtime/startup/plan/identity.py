@@ -63,6 +63,7 @@ def block_identity(plan: EnginePlan) -> dict[str, str]:
     identity = {
         **compute_identity(plan),
         "block": f"{block_bytes} bytes, {block_size} tokens",
+        "groups": repr(plan.source.kv_groups),
         "graphs": f"{graphs.mode} {graphs.form}",
         "ranks": f"{shard.num_ranks} in {shard.stage.count} stages",
     }

@@ -36,6 +36,7 @@ from ostinato.models.draft_heads.draft_head_model import shard_of_tables
 from ostinato.models.draft_heads.eagle3 import is_head_config, read_head_config
 from ostinato.models.draft_heads.next_token import read_next_token_config
 from ostinato.models.kv_cache import CrossSpace, KVCacheSpec
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
@@ -46,6 +47,7 @@ from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.memory.group_choice import choose_groups
 from ostinato.runtime.startup.plan.adapter_space import adapter_space
 from ostinato.runtime.startup.plan.audio_source import cross_space, read_audio
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
@@ -55,7 +57,11 @@ from ostinato.runtime.startup.plan.image_source import (
     limits_for_images,
     read_images,
 )
-from ostinato.runtime.startup.plan.refusals import check_division, check_speculation
+from ostinato.runtime.startup.plan.refusals import (
+    check_cache_scales,
+    check_division,
+    check_speculation,
+)
 from ostinato.runtime.startup.plan.sound_source import count_sound_rows, read_sounds
 from ostinato.runtime.text.vocabulary import vocabulary_difference
 
@@ -90,6 +96,7 @@ class ModelSource:
     audio: AudioSpec | None = None  # how the model transcribes audio; None = it does not
     sounds: SoundSpec | None = None  # how the model takes sounds; None = it takes none
     cross: CrossSpace | None = None  # the room for keys and values that cross attention reads
+    kv_groups: tuple[KVGroup, ...] = WHOLE_CACHE  # those of the whole model, on every rank the same
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -117,7 +124,8 @@ class ModelSource:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shapes of the KV cache on this rank."""
-        return self.config.kv_cache_spec(block_size, self.cache_dtype, shard=self.shard)
+        dtype, groups = self.cache_dtype, self.kv_groups
+        return self.config.kv_cache_spec(block_size, dtype, shard=self.shard, groups=groups)
 
 
 def open_model(
@@ -161,22 +169,14 @@ def open_model(
     max_drafts = config.speculation.max_drafts if max_drafts is None else max_drafts
     limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
     check_speculation(config, model_config, limits)
+    length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
     if model_config.kind.takes_whole_prompts:
-        length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
     images = read_images(config, checkpoint, model_config)
     limits = limits_for_images(config, limits, model_config, images)
     sounds = read_sounds(config, checkpoint, model_config)
     cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
-    if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
-        # Only `Attention` (models/layers/attention_layer.py) divides by the scales.
-        family = class_of(model_config)
-        if not issubclass(family, Decoder) or model_config.latent is not None:
-            raise StartupError(
-                f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for "
-                f"keys and values (k_scale, v_scale), which {family.__name__} does not use; set "
-                "cache.dtype=auto"
-            )
+    check_cache_scales(config, model_config, weights, cache_dtype)
     source = ModelSource(
         checkpoint=checkpoint,
         config=model_config,
@@ -195,6 +195,7 @@ def open_model(
         audio=read_audio(config, checkpoint, model_config),
         sounds=sounds,
         cross=cross_space(config, model_config, cache_dtype),
+        kv_groups=choose_groups(config, model_config, length),
     )
     source = part_of(source, shard)
     if not config.speculation.uses_model or not shard.is_leader:
@@ -222,7 +223,10 @@ def part_of(source: ModelSource, shard: Shard) -> ModelSource:
 
 
 def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
-    """The leader's part of a model, with its draft model or its head."""
+    """The leader's part of a model, with its draft model or its head.
+
+    Both have the same block tables, so both keep all tokens.
+    """
     spec = draft.config.head
     if spec is not None:
         needs_logits = isinstance(spec, NextTokenSpec)
@@ -234,6 +238,8 @@ def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
             )
         draft = dataclasses.replace(draft, tables=tables)
     inputs = NO_INPUTS if spec is None else spec.inputs(source.config.num_layers)
+    assert source.kv_groups == WHOLE_CACHE, "choose_groups knows of the draft model"
+    draft = dataclasses.replace(draft, kv_groups=WHOLE_CACHE)
     return dataclasses.replace(source, draft=draft, head_inputs=inputs)
 
 

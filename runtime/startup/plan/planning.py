@@ -34,16 +34,10 @@ from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import redundant_sizes
 from ostinato.runtime.execution.hidden_state_pool import num_pool_slots
+from ostinato.runtime.memory.footprint import GraphFootprint, MeasuredMemory, ModelFootprint
+from ostinato.runtime.memory.group_choice import describe_groups
 from ostinato.runtime.memory.measured_memory import CudaMemory, measure
-from ostinato.runtime.memory.memory_plan import (
-    GIB,
-    GraphFootprint,
-    MeasuredMemory,
-    MemoryPlan,
-    ModelFootprint,
-    free_memory,
-    plan_memory,
-)
+from ostinato.runtime.memory.memory_plan import GIB, MemoryPlan, free_memory, plan_memory
 from ostinato.runtime.sampling.sampler import sampling_bytes
 from ostinato.runtime.startup.plan.model_source import ModelSource, model_skeleton
 from ostinato.runtime.tiers.tier_calls import device_bytes
@@ -139,7 +133,7 @@ def _draft_footprint(
 def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     """The sizes of a model that the memory plan needs."""
     model, limits = source.config, source.limits
-    skeleton = model_skeleton(source)
+    skeleton, unit = model_skeleton(source), source.kv_cache_spec(1)
     stage = source.shard.stage
     # Each stage after the first has memory for the hidden states of the steps in flight. On a GPU
     # this is memory of the host, so it is not counted. With NCCL or gloo a stage also has a tensor
@@ -152,7 +146,10 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     handoff = num_slots * source.handoff_shape.slot_bytes
     return ModelFootprint(
         weights_bytes=num_bytes(skeleton),
-        kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
+        kv_bytes_per_token=unit.bytes_per_token,
+        kv_bytes_per_unit=unit.bytes_per_block,
+        groups=source.kv_groups,
+        group_reason=describe_groups(config, model, source.kv_groups),
         hidden_size=model.hidden_size,
         # Every rank holds the activations of experts in full width.
         intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),

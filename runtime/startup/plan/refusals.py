@@ -8,14 +8,37 @@ from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphForm, GraphMode
 from ostinato.conf.sections.server_schema import ExchangeName
 from ostinato.conf.sections.speculation_schema import SpeculationMethod
+from ostinato.models.choose_weights import WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.decoder import Decoder
+from ostinato.models.registry import class_of
 from ostinato.models.sharding import Shard
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import free_host_memory
 from ostinato.runtime.memory.memory_plan import GIB
 
-__all__ = ("check_division", "check_speculation", "check_tiers")
+__all__ = ("check_cache_scales", "check_division", "check_speculation", "check_tiers")
+
+
+def check_cache_scales(
+    config: EngineConfig, model: ModelConfig, weights: WeightPolicy, cache_dtype: torch.dtype
+) -> None:
+    """Refuse a float8 cache if the checkpoint has scales for it that the model does not use.
+
+    Raises:
+        StartupError: it has such scales.
+    """
+    if cache_dtype is not torch.float8_e4m3fn or not weights.has_cache_scales:
+        return
+    # Only `Attention` (models/layers/attention_layer.py) divides by the scales.
+    family = class_of(model)
+    if not issubclass(family, Decoder) or model.latent is not None:
+        raise StartupError(
+            f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for "
+            f"keys and values (k_scale, v_scale), which {family.__name__} does not use; set "
+            "cache.dtype=auto"
+        )
 
 
 def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimits) -> None:

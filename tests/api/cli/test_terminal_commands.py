@@ -204,6 +204,26 @@ def test_plan_as_json_counts_every_weight(capsys: pytest.CaptureFixture[str]):
     assert ledger["free_bytes"] == 2 << 30
 
 
+def test_plan_of_a_model_with_windows(capsys: pytest.CaptureFixture[str]):
+    words = ["plan", "model=gemma3-1b", "plan.free_gib=16", "model.max_model_len=8192"]
+    assert run(words) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "- KV groups: 4 layers keep all tokens (blocks of 96), 22 layers keep 512" in text
+    assert run([*words, "plan.json=true"]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert ledger["kv_bytes_per_token"] == 26 * 2 * 256 * 2
+    full, windowed = ledger["groups"]
+    assert (full["window"], full["units"], windowed) == (
+        0,
+        6,
+        {"window": 512, "units": 1, "pieces": 6},
+    )
+    # 86 blocks of 96 tokens for 8,192 tokens, and 34 of 16 for 512 in sight
+    assert ledger["kv_bytes_per_sequence"] == (86 + 34) * ledger["bytes_per_block"]
+    assert ledger["num_tokens"] == int(ledger["num_full_sequences"] * 8192)
+
+
 def test_plan_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *TINY, "device.name=cuda", "plan.free_gib=80", "plan.json=true"]
     assert run(words) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,19 @@ def test_a_roofline_counts_the_experts_of_a_token(option: str, active: float):
     table = roofline_table(device, shape, StepLimits(256, 8192), 8192)
     alone = shape.read_bytes(1) / (0.85 * device.bandwidth_gb_s * 1e9)
     assert table.decode_seconds(1, 0) == pytest.approx(alone + 250e-6, rel=1e-3)
+
+
+def test_a_roofline_reads_the_window_alone():
+    shape = shape_of("gemma3-4b")
+    assert shape.seen(512) == 512
+    assert shape.seen(34 * 1024) == 5 * 1024 + 29 * 1024 / 34 + 0.0
+    whole = dataclasses.replace(shape, windows={})
+    device, limits = ACCELERATORS["h100"], StepLimits(64, 2048)
+    tables = [roofline_table(device, each, limits, 32_768) for each in (shape, whole)]
+    short, long = ([table.decode_seconds(64, n) for table in tables] for n in (1024, 16_384))
+    assert short[0] == pytest.approx(short[1])
+    saved = 64 * 29 / 34 * (16_384 - 1024) * shape.kv_bytes_per_token
+    assert long[1] - long[0] == pytest.approx(saved / (0.85 * device.bandwidth_gb_s * 1e9))
 
 
 def test_a_model_without_experts_reads_all_weights():

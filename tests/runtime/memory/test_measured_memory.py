@@ -9,13 +9,9 @@ import pytest
 
 from ostinato.conf.schema import DeviceConfig, SchedulerConfig
 from ostinato.conf.sections.cache_schema import CacheConfig
+from ostinato.runtime.memory.footprint import GraphFootprint, MeasuredMemory
 from ostinato.runtime.memory.measured_memory import compare_with_plan, measure
-from ostinato.runtime.memory.memory_plan import (
-    GraphFootprint,
-    MeasuredMemory,
-    MemoryPlan,
-    plan_memory,
-)
+from ostinato.runtime.memory.memory_plan import MemoryPlan, plan_memory
 from tests.runtime.memory.test_memory_plan import SMALL
 
 MIB = 1 << 20

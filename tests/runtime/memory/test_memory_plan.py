@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from ostinato.conf.schema import DeviceConfig
 from ostinato.conf.sections.cache_schema import CacheConfig
+from ostinato.models.kv_groups import REPEATED_TOKENS, WHOLE_CACHE, KVGroup
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
-from ostinato.runtime.memory.memory_plan import (
-    GraphFootprint,
-    MeasuredMemory,
-    MemoryPlan,
-    ModelFootprint,
-    plan_memory,
-)
+from ostinato.runtime.memory.footprint import GraphFootprint, MeasuredMemory, ModelFootprint
+from ostinato.runtime.memory.memory_plan import MemoryPlan, plan_memory
 
+TWO_GROUPS = [
+    (KVGroup(0, units=6, pieces=1), KVGroup(40, units=1, pieces=6)),
+    (KVGroup(0, units=1, pieces=3), KVGroup(40, units=3, pieces=1)),
+]
 GIB = 1 << 30
 MIB = 1 << 20
 # Qwen3-0.6B in bfloat16: 28 layers x 2 x 8 heads x 128 x 2 bytes = 114688 bytes a token.
@@ -80,6 +80,53 @@ def test_cpu_takes_no_more_than_every_sequence_needs():
     assert ledger.num_tokens == 64 * 512
     assert ledger.num_full_sequences == 64.0
     assert ledger.max_model_len == 512
+
+
+@given(
+    groups=st.sampled_from([WHOLE_CACHE, (KVGroup(40),), *TWO_GROUPS]),
+    block_size=st.sampled_from([8, 16, 32]),
+    num_tokens=st.integers(1, 400),
+)
+def test_a_sequence_that_decodes_holds_the_blocks_that_are_counted(
+    groups: tuple[KVGroup, ...], block_size: int, num_tokens: int
+):
+    """The twin frees, when a sequence reaches a new unit, what is out of every layer's sight.
+
+    A position may be computed again as long as fewer than 8 tokens follow it.
+    """
+    ledger = plan(replace(SMALL, groups=groups), block_size=block_size)
+    most = 0
+    for position in range(num_tokens):
+        seen_from = position - position % block_size - REPEATED_TOKENS
+        held = 0
+        for window, units, _ in groups:
+            size = units * block_size
+            first = max(0, seen_from - window + 1) // size if window else 0
+            held += position // size + 1 - first
+        most = max(most, held)
+    counted = ledger.decoding_blocks(num_tokens)
+    assert most <= counted <= most + len(groups)
+    assert counted <= ledger.sequence_blocks(num_tokens)
+
+
+def test_groups_hold_more_sequences():
+    """Of 6 layers, 5 have a window of 64 tokens. A block has 16 tokens of each, or 80 of one."""
+    groups = (KVGroup(0, units=5, pieces=1), KVGroup(64, units=1, pieces=5))
+    model = replace(SMALL, kv_bytes_per_token=6 * 200, kv_bytes_per_unit=5 * 200, groups=groups)
+    ledger = plan(model)
+    assert ledger.bytes_per_block == 80 * 200
+    # All 512 tokens need 7 blocks of the layer without a window, and 32 of the others. 64 + 1 + 8
+    # tokens in sight need 6 blocks at most.
+    assert (ledger.sequence_blocks(512), ledger.decoding_blocks(512)) == (39, 13)
+    assert ledger.num_blocks == 39 + 63 * 13 + 1
+    assert ledger.num_full_sequences == 64.0
+    assert ledger.num_tokens == 64 * 512
+    whole = plan(replace(SMALL, kv_bytes_per_token=6 * 200))
+    assert ledger.num_full_sequences == whole.num_full_sequences
+    assert 2.7 < whole.kv_bytes / ledger.kv_bytes < 2.9
+    small = plan(model, memory_gib=30 * 16_000 / GIB)
+    assert small.max_model_len == small.longest_sequence == 384  # 5 + 24 blocks
+    assert small.sequence_blocks(385) == 5 + 25 == small.num_blocks
 
 
 def test_cpu_default_stays_at_four_gib():
@@ -211,6 +258,7 @@ def test_less_than_one_block_is_refused():
     memory_gib=st.none() | st.floats(0.001, 32.0),
     length=st.none() | st.integers(1, 512),
     tier_bytes=st.sampled_from([0, 64 * MIB]),
+    groups=st.sampled_from([WHOLE_CACHE, (KVGroup(40),), *TWO_GROUPS]),
 )
 def test_a_plan_never_promises_what_is_not_there(
     free: int,
@@ -220,12 +268,14 @@ def test_a_plan_never_promises_what_is_not_there(
     memory_gib: float | None,
     length: int | None,
     tier_bytes: int,
+    groups: tuple[KVGroup, ...],
 ):
     try:
         ledger = plan(
             replace(
                 SMALL,
                 tier_bytes=tier_bytes,
+                groups=groups,
             ),
             free=free,
             fraction=fraction,
@@ -242,6 +292,9 @@ def test_a_plan_never_promises_what_is_not_there(
     assert ledger.num_blocks >= 2
     assert ledger.sequence_blocks(ledger.max_model_len) <= ledger.num_blocks - 1
     assert length is None or ledger.max_model_len == length
+    assert ledger.num_full_sequences >= 1
+    whole_sequences = int(ledger.num_full_sequences + 1e-9)
+    assert ledger.blocks_of_sequences(whole_sequences) <= ledger.num_blocks - 1
 
 
 def write_group(directory: Path, limit: str, usage: int, inactive: int) -> None:

@@ -19,7 +19,8 @@ from ostinato.models.sharding import WHOLE, Shard, Stage
 from ostinato.models.stage_layers import num_bytes
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.hidden_state_pool import num_pool_slots
-from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES, MeasuredMemory, MemoryPlan
+from ostinato.runtime.memory.footprint import CUDA_GRAPH_BYTES, MeasuredMemory
+from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.plan.engine_plan import make_plan
 from ostinato.runtime.startup.plan.model_source import model_skeleton, open_model, part_of
 from ostinato.runtime.startup.plan.planning import plan_engine

@@ -14,7 +14,7 @@ from ostinato.models.sharding import WHOLE, Shard, Stage, shard_of_rank
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.staged_handoff import NUM_SENDING
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.memory.memory_plan import CUDA_GRAPH_BYTES
+from ostinato.runtime.memory.footprint import CUDA_GRAPH_BYTES
 from ostinato.runtime.sampling.sampler import sampling_bytes
 from ostinato.runtime.startup.loading import open_bundle
 from ostinato.runtime.startup.plan.device import gpu_of_rank

@@ -1,0 +1,69 @@
+"""Decides whether the layers with a sliding window have KV blocks of their own, and says why.
+
+models/kv_groups.py explains the groups.
+"""
+
+from __future__ import annotations
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, kv_groups
+
+__all__ = ("choose_groups", "describe_groups")
+
+
+def choose_groups(
+    config: EngineConfig, model: ModelConfig, max_model_len: int
+) -> tuple[KVGroup, ...]:
+    """The KV groups of an engine. All its ranks choose the same.
+
+    Args:
+        config: the engine's configuration.
+        model: the whole model.
+        max_model_len: tokens of the longest sequence.
+    """
+    if not model.kind.needs_kv_cache or _why_whole(config):
+        return WHOLE_CACHE
+    return kv_groups(model.sliding_windows, max_model_len)
+
+
+def describe_groups(
+    config: EngineConfig, model: ModelConfig, groups: tuple[KVGroup, ...]
+) -> str | None:
+    """One line about what the layers keep, for the memory plan. None if no layer has a window.
+
+    Args:
+        config: the engine's configuration.
+        model: the whole model.
+        groups: from `choose_groups`.
+    """
+    num_windowed = sum(window != 0 for window in model.sliding_windows)
+    if not num_windowed or not model.kind.needs_kv_cache:
+        return None
+    if groups == WHOLE_CACHE:
+        reason = _why_whole(config) or "no sequence is longer than the window"
+        return (
+            f"KV groups: none. Every layer keeps all tokens, although {num_windowed} of "
+            f"{len(model.sliding_windows)} have a window: {reason}"
+        )
+    block_size, counts = config.cache.block_size, [num_windowed]
+    if len(groups) > 1:
+        counts.insert(0, len(model.sliding_windows) - num_windowed)
+    parts = [
+        f"{count} {'layer keeps' if count == 1 else 'layers keep'} "
+        f"{f'{group.window:,}' if group.window else 'all'} tokens (blocks of "
+        f"{group.units * block_size})"
+        for count, group in zip(counts, groups, strict=True)
+    ]
+    return f"KV groups: {', '.join(parts)}"
+
+
+def _why_whole(config: EngineConfig) -> str | None:
+    """Why layers with a window keep all tokens, whatever the model is. None = they need not."""
+    cache = config.cache
+    if cache.has_tiers:
+        key = "cache.disk_dir" if cache.disk_dir else "cache.host_gib"
+        return f"{key} copies blocks that hold all layers"
+    if config.speculation.uses_model:
+        return "the draft model or head uses the same block tables"
+    return None
