@@ -9,6 +9,7 @@ The state is then the same as after `count` calls of `schedule` and `update`
 from __future__ import annotations
 
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.types.step import SchedulerOutput
 
 __all__ = ("FastForwardScheduler",)
@@ -54,13 +55,17 @@ class FastForwardScheduler(Scheduler):
             most,
             min(s.max_num_tokens - max(s.num_computed_tokens, s.num_tokens) for s in running) - 1,
         )
-        size, free = self.queues.cache.block_size, self.queues.cache.num_free_blocks
+        cache = self.queues.cache
+        if cache.has_windows and self.queues.waiting:
+            # A step that takes a block can free others, and a waiting sequence can then join.
+            rooms = (cache.num_tokens(s.block_table) - s.num_computed_tokens for s in running)
+            count = min(count, *rooms)
         while count > 0:
+            # Blocks behind a window are freed meanwhile. They are not counted.
             needed = sum(
-                -(-(s.num_computed_tokens + count) // size) - len(s.block_table.block_ids)
-                for s in running
+                cache.num_missing(s.block_table, s.num_computed_tokens + count) for s in running
             )
-            if needed <= free:
+            if needed <= cache.num_free_blocks:
                 return count
             count //= 2
         return 0
@@ -73,25 +78,32 @@ class FastForwardScheduler(Scheduler):
             token_id: the token instead of a sampled one.
         """
         running, cache = self.queues.running, self.queues.cache
-        size = cache.block_size
+        ends = [sequence.num_computed_tokens + count for sequence in running]
         # Blocks are allocated in the order of steps, then of sequences, as by schedule().
         crossings = sorted(
             (position - sequence.num_computed_tokens, index, position)
             for index, sequence in enumerate(running)
             for position in range(
-                len(sequence.block_table.block_ids) * size,
-                sequence.num_computed_tokens + count,
-                size,
+                cache.num_tokens(sequence.block_table), ends[index], cache.block_size
             )
         )
         for _, index, position in crossings:
-            taken = cache.allocate(running[index].block_table, position + 1)
+            sequence = running[index]
+            table = sequence.block_table
+            if not cache.num_missing(table, position + 1):
+                continue  # a block of each group holds several units
+            if cache.has_windows:  # a block is registered before it is freed
+                self._compute(sequence, position, token_id)
+            taken = cache.allocate(table, position + 1, position)
             assert taken is not None, "num_equal_steps counted the blocks"
-        token_ids = [token_id] * count
-        for sequence in running:
-            sequence.token_ids += token_ids
-            sequence.num_computed_tokens += count
-            table, num_computed = sequence.block_table, sequence.num_computed_tokens
-            if num_computed // size > table.num_registered:
-                cache.register(table, sequence.token_ids, num_computed)
+        for sequence, end in zip(running, ends, strict=True):
+            self._compute(sequence, end, token_id)
         self.num_output_tokens += count * len(running)
+
+    def _compute(self, sequence: Sequence, end: int, token_id: int) -> None:
+        """Compute the positions of a sequence up to `end`, and register its full units."""
+        cache, table = self.queues.cache, sequence.block_table
+        sequence.token_ids += [token_id] * (end - sequence.num_computed_tokens)
+        sequence.num_computed_tokens = end
+        if end // cache.block_size > table.num_registered:
+            cache.register(table, sequence.token_ids, end)

@@ -12,10 +12,18 @@ from ostinato.benchmarks.report.statistics import percentile
 from ostinato.benchmarks.simulate.fast_forward import FastForwardScheduler
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 from tests.benchmarks.simulate.simulations import make_spec, random_traffic, rows
+
+GROUPS = (
+    WHOLE_CACHE,
+    (KVGroup(20),),
+    (KVGroup(0, units=4, pieces=1), KVGroup(20, units=1, pieces=4)),
+    (KVGroup(0, units=1, pieces=2), KVGroup(9, units=2, pieces=1)),
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -27,10 +35,15 @@ from tests.benchmarks.simulate.simulations import make_spec, random_traffic, row
     overlap=st.booleans(),
     policy=st.sampled_from(list(SchedulingPolicy)),
     target=st.sampled_from([None, 4.0]),
+    groups=st.sampled_from(GROUPS),
 )
-def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, policy, target):
+def test_leaps_give_what_single_steps_give(
+    seed, rate, blocks, shared, overlap, policy, target, groups
+):
     spec = make_spec(
         num_blocks=blocks,
+        groups=groups,
+        max_model_len=152,
         overlap=overlap,
         scheduler=SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=64, policy=policy, itl_target_ms=target
@@ -60,10 +73,11 @@ def drive(scheduler: FastForwardScheduler, count: int) -> None:
         scheduler.update(output, StepResult([9] * len(output.scheduled)))
 
 
-def test_fast_forward_leaves_the_same_blocks():
+@pytest.mark.parametrize("groups", GROUPS)
+def test_fast_forward_leaves_the_same_blocks(groups: tuple[KVGroup, ...]):
     tables = []
     for fast_forward in (True, False):
-        spec = make_spec()
+        spec = make_spec(groups=groups)
         cache = spec.cache()
         scheduler = FastForwardScheduler(
             spec.scheduler, cache, max_model_len=256, limits=spec.limits
@@ -84,8 +98,14 @@ def test_fast_forward_leaves_the_same_blocks():
         assert output is not None
         tables.append(
             (
-                [(entry.row, entry.start, entry.new_block_ids) for entry in output.scheduled],
-                [list(sequence.block_table.block_ids) for sequence in scheduler.queues.running],
+                [
+                    (entry.row, entry.start, entry.new_block_ids, entry.new_window_block_ids)
+                    for entry in output.scheduled
+                ],
+                [
+                    [(group.ids[:], group.num_freed) for group in sequence.block_table.groups]
+                    for sequence in scheduler.queues.running
+                ],
                 [list(sequence.block_table.hashes) for sequence in scheduler.queues.running],
                 cache._pool.free_block_ids(),
                 scheduler.num_output_tokens,
