@@ -11,7 +11,7 @@ that another sequence of the same step fills (prefix sharing among requests that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
@@ -33,6 +33,7 @@ __all__ = (
     "HostMetadata",
     "PlanKey",
     "PlannedBackend",
+    "PlannedTable",
     "backends_of",
     "load_backend",
     "paged_attention",
@@ -156,6 +157,21 @@ class HostMetadata(Protocol):
         """[>= S, B] int32."""
         ...
 
+    @property
+    def window_block_table(self) -> np.ndarray | None:
+        """[>= S, B'] int32, the table of the layers with a window; None = `block_table` is."""
+        ...
+
+
+class PlannedTable(NamedTuple):
+    """A block table of the steps that are planned."""
+
+    block_size: int  # tokens of a block
+    max_blocks: int  # B, blocks of the longest sequence
+    # Tokens, the newest included, whose blocks are kept; those of older tokens can have been given
+    # to other sequences. 0 = all are kept.
+    window: int = 0
+
 
 class AttentionPlanner(Protocol):
     """Plans the steps of a backend on the host. An engine has one, used by one thread at a time."""
@@ -185,7 +201,7 @@ class PlannedBackend(AttentionBackend, Protocol):
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         *,
-        max_blocks_per_seq: int,
+        tables: Sequence[PlannedTable],
         sliding_windows: Iterable[int] = (),
     ) -> AttentionPlanner:
         """A planner for one engine.
@@ -193,7 +209,8 @@ class PlannedBackend(AttentionBackend, Protocol):
         Args:
             spec: what the model needs; `why_unsupported(spec)` is None.
             keys: the shapes that will be captured; each gets buffers at fixed addresses.
-            max_blocks_per_seq: B.
+            tables: the block table of all layers; or that of the layers without a window, then that
+                of the layers with one.
             sliding_windows: all the windows of the model's layers; empty = spec.sliding_window.
         """
         ...

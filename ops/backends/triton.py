@@ -11,13 +11,19 @@ the class of the step's number of sequences, which decides how contexts are divi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadata, PlanKey
+from ostinato.ops.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    HostMetadata,
+    PlanKey,
+    PlannedTable,
+)
 from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
 from ostinato.ops.backends.triton_kernels import attention_kernel
 from ostinato.ops.backends.triton_tiles import (
@@ -182,7 +188,7 @@ class TritonBackend:
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         *,
-        max_blocks_per_seq: int,
+        tables: Sequence[PlannedTable],
         sliding_windows: Iterable[int] = (),
     ) -> _Planner:
         return _Planner()
