@@ -51,7 +51,9 @@ class AttentionMetadata(NamedTuple):
 
     query_start_loc: Tensor  # [S+1] int32, first query row of each sequence, then the total
     seq_lens: Tensor  # [S] int32, tokens in context, this step's included
-    block_table: Tensor  # [S, B] int32, block ids by position // block_size
+    # [S, B] int32, block ids by position // block_size. Blocks outside of the window of all
+    # rows of a sequence may be those of other sequences: nothing of them may reach the result.
+    block_table: Tensor
     slot_mapping: Tensor  # [T] int64, block_id * block_size + offset where each token's K and V go
     plan: Tensor  # [1] int64 on the CPU: handle of a planned kernel's host state, 0 = none
     # [T] int32; each row sees the keys before this index too, besides those up to its own. They are
@@ -381,8 +383,8 @@ def paged_attention(
         k_cache: [num_blocks, Hkv, block_size, D] in k's dtype; or in float8_e4m3fn, which
             saturates at 448; or [num_blocks, Hkv, block_size, D + 4] in int8, with a float32 scale
             for each token and head; written in place. Each backend has its own order of elements
-            within a block, so a cache belongs to one backend. It is a base tensor, because a view
-            made inside a compiled region loses its offset (see docs/attention.md).
+            within a block, so a cache belongs to one backend. It is made outside of compiled
+            programs, because a view made inside loses its offset (see docs/attention.md).
         v_cache: like `k_cache`, of Dv elements.
         metadata: where each row of the step belongs. `visible_ends` lets tokens of an image see
             each other (Gemma 3, arXiv:2503.19786). A row then sees all keys from the first one that

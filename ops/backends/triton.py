@@ -17,13 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.ops.attention import (
-    AttentionMetadata,
-    AttentionSpec,
-    HostMetadata,
-    PlanKey,
-    PlannedTable,
-)
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadata, PlanKey
 from ostinato.ops.backends.triton_cache_write import rotary_write_kernel, write_kv_kernel
 from ostinato.ops.backends.triton_kernels import attention_kernel
 from ostinato.ops.backends.triton_tiles import (
@@ -188,7 +182,7 @@ class TritonBackend:
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         *,
-        tables: Sequence[PlannedTable],
+        tables: Sequence[object],
         sliding_windows: Iterable[int] = (),
     ) -> _Planner:
         return _Planner()
