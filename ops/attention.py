@@ -11,7 +11,7 @@ that another sequence of the same step fills (prefix sharing among requests that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
@@ -33,6 +33,7 @@ __all__ = (
     "HostMetadata",
     "PlanKey",
     "PlannedBackend",
+    "PlannedTable",
     "backends_of",
     "load_backend",
     "paged_attention",
@@ -50,7 +51,9 @@ class AttentionMetadata(NamedTuple):
 
     query_start_loc: Tensor  # [S+1] int32, first query row of each sequence, then the total
     seq_lens: Tensor  # [S] int32, tokens in context, this step's included
-    block_table: Tensor  # [S, B] int32, block ids by position // block_size
+    # [S, B] int32, block ids by position // block_size. Blocks outside of the window of all
+    # rows of a sequence may be those of other sequences: nothing of them may reach the result.
+    block_table: Tensor
     slot_mapping: Tensor  # [T] int64, block_id * block_size + offset where each token's K and V go
     plan: Tensor  # [1] int64 on the CPU: handle of a planned kernel's host state, 0 = none
     # [T] int32; each row sees the keys before this index too, besides those up to its own. They are
@@ -156,6 +159,21 @@ class HostMetadata(Protocol):
         """[>= S, B] int32."""
         ...
 
+    @property
+    def window_block_table(self) -> np.ndarray | None:
+        """[>= S, B'] int32, the table of the layers with a window; None = `block_table` is."""
+        ...
+
+
+class PlannedTable(NamedTuple):
+    """A block table of the steps that are planned."""
+
+    block_size: int  # tokens of a block
+    max_blocks: int  # B, blocks of the longest sequence
+    # Tokens, the newest included, whose blocks are kept; those of older tokens can have been given
+    # to other sequences. 0 = all are kept.
+    window: int = 0
+
 
 class AttentionPlanner(Protocol):
     """Plans the steps of a backend on the host. An engine has one, used by one thread at a time."""
@@ -185,7 +203,7 @@ class PlannedBackend(AttentionBackend, Protocol):
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         *,
-        max_blocks_per_seq: int,
+        tables: Sequence[PlannedTable],
         sliding_windows: Iterable[int] = (),
     ) -> AttentionPlanner:
         """A planner for one engine.
@@ -193,7 +211,8 @@ class PlannedBackend(AttentionBackend, Protocol):
         Args:
             spec: what the model needs; `why_unsupported(spec)` is None.
             keys: the shapes that will be captured; each gets buffers at fixed addresses.
-            max_blocks_per_seq: B.
+            tables: the block table of all layers; or that of the layers without a window, then that
+                of the layers with one.
             sliding_windows: all the windows of the model's layers; empty = spec.sliding_window.
         """
         ...
@@ -364,8 +383,8 @@ def paged_attention(
         k_cache: [num_blocks, Hkv, block_size, D] in k's dtype; or in float8_e4m3fn, which
             saturates at 448; or [num_blocks, Hkv, block_size, D + 4] in int8, with a float32 scale
             for each token and head; written in place. Each backend has its own order of elements
-            within a block, so a cache belongs to one backend. It is a base tensor, because a view
-            made inside a compiled region loses its offset (see docs/attention.md).
+            within a block, so a cache belongs to one backend. It is made outside of compiled
+            programs, because a view made inside loses its offset (see docs/attention.md).
         v_cache: like `k_cache`, of Dv elements.
         metadata: where each row of the step belongs. `visible_ends` lets tokens of an image see
             each other (Gemma 3, arXiv:2503.19786). A row then sees all keys from the first one that

@@ -7,7 +7,7 @@ package is installed. Before each step, the planner that `make_planner` returns 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ostinato.ops.attention import AttentionMetadata, AttentionSpec, PlanKey
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec, PlanKey, PlannedTable
 from ostinato.ops.backends.flashinfer_plan import (
     WORKSPACE_BYTES,
     FlashInferPlanner,
@@ -124,7 +124,7 @@ class FlashInferBackend:
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         *,
-        max_blocks_per_seq: int,
+        tables: Sequence[PlannedTable],
         sliding_windows: Iterable[int] = (),
     ) -> FlashInferPlanner:
         if self._library is None:
@@ -134,7 +134,7 @@ class FlashInferBackend:
             spec,
             keys,
             tuple(sliding_windows) or (spec.sliding_window,),
-            max_blocks_per_seq,
+            tuple(tables),
             self._register,
             self._release,
         )

@@ -8,14 +8,14 @@ needs larger ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.ops.attention import AttentionSpec, HostMetadata, PlanKey
+from ostinato.ops.attention import AttentionSpec, HostMetadata, PlanKey, PlannedTable
 
 __all__ = (
     "WORKSPACE_BYTES",
@@ -48,9 +48,17 @@ class PageArrays(NamedTuple):
     indices: np.ndarray  # [>= kv_indptr[N]] int32, block ids
 
 
-def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size: int) -> int:
-    """List the blocks of the sequences that have query rows.
+def fill_pages(
+    arrays: PageArrays,
+    key: PlanKey,
+    host: HostMetadata,
+    block_table: np.ndarray,
+    shape: PlannedTable,
+) -> int:
+    """List the blocks of the sequences that have query rows, without those outside of the window.
 
+    FlashInfer reads blocks that lie partly outside of the window, and a weight of 0 times NaN is
+    NaN. Causal masks and windows count from the end, so blocks can be left out at the beginning.
     These sequences are moved to the front. Padding tokens, from the last sequence's end to
     `key.num_tokens`, form one more sequence without keys, for which FlashInfer returns zeros.
 
@@ -59,7 +67,8 @@ def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size:
             tokens.
         key: the step's shape, padding included.
         host: the step.
-        block_size: tokens per block.
+        block_table: [>= S, B] int32.
+        shape: that of the block table.
 
     Returns:
         The number of entries of `arrays.indices` in use.
@@ -67,19 +76,25 @@ def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size:
     starts = host.query_start_loc[: key.num_seqs + 1]
     rows = np.flatnonzero(starts[1:] > starts[:-1])
     count, num_tokens = rows.size, int(starts[-1])
-    lengths = host.seq_lens[rows]
-    pages = -(-lengths // block_size)
+    lengths, size = host.seq_lens[rows], shape.block_size
+    skipped = np.zeros_like(lengths)  # blocks at the beginning of each sequence
+    if shape.window:
+        first_positions = lengths - (starts[rows + 1] - starts[rows])
+        skipped = np.maximum(first_positions + 1 - shape.window, 0) // size
+        lengths = lengths - skipped * size
+    pages = -(-lengths // size)
     arrays.kv_indptr[0] = 0
     np.cumsum(pages, out=arrays.kv_indptr[1 : count + 1])
     used = int(arrays.kv_indptr[count])
     arrays.kv_indptr[count + 1 :] = used
-    arrays.last_page_len[:count] = (lengths - 1) % block_size + 1
+    arrays.last_page_len[:count] = (lengths - 1) % size + 1
     arrays.last_page_len[count:] = 0
     arrays.query_indptr[:count] = starts[rows]
     arrays.query_indptr[count:-1] = num_tokens
     arrays.query_indptr[-1] = key.num_tokens
     if count:
-        lists = [host.block_table[row, :n] for row, n in zip(rows, pages.tolist(), strict=True)]
+        ends = skipped + pages
+        lists = [block_table[row, a:b] for row, a, b in zip(rows, skipped, ends, strict=True)]
         np.concatenate(lists, out=arrays.indices[:used])
     return used
 
@@ -87,8 +102,11 @@ def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size:
 class _PageTable:
     """`PageArrays` in pinned host memory and their copy on the device, made in one transfer."""
 
-    def __init__(self, num_slots: int, max_indices: int, device: torch.device) -> None:
-        sizes = (num_slots + 1, num_slots, num_slots + 1, max(1, max_indices))
+    def __init__(
+        self, shape: PlannedTable, num_slots: int, num_seqs: int, device: torch.device
+    ) -> None:
+        sizes = (num_slots + 1, num_slots, num_slots + 1, max(1, num_seqs * shape.max_blocks))
+        self.shape = shape
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         cuda = device.type == "cuda"
         self.num_slots = num_slots
@@ -125,7 +143,7 @@ class _Workspace:
 
 
 class Plan:
-    """The wrappers of one shape, one per sliding window of the model, over one page table."""
+    """The wrappers of one shape, one per sliding window of the model, over its page tables."""
 
     def __init__(
         self,
@@ -134,7 +152,7 @@ class Plan:
         windows: Iterable[int],
         workspace: _Workspace,
         key: PlanKey | None,
-        table: _PageTable,
+        tables: Sequence[_PageTable],
     ) -> None:
         """
         Args:
@@ -143,17 +161,23 @@ class Plan:
             windows: sliding windows of the model's layers, 0 = none.
             workspace: shared with all other plans.
             key: the captured shape; None = any shape, never captured.
-            table: with a key, it has exactly one slot for each sequence of the wrapper.
+            tables: the one of all layers; or that of the layers without a window, then that of the
+                layers with one. With a key, they have exactly one slot for each sequence of the
+                wrapper.
         """
         self._library = library
         self._spec = spec
         self._workspace = workspace
-        self._table = table
+        self._tables = tables
         self._is_captured = key is not None
         self._is_decode = key is not None and key.tokens_per_seq == 1
         self._is_sized = False
         self._planned = torch.cuda.Event() if spec.device.type == "cuda" else None
-        self._wrappers = {window: self._make_wrapper() for window in windows}
+        # For each window: the wrapper, and the index of its table.
+        self._wrappers: dict[int, tuple[Any, int]] = {}
+        for window in windows:
+            index = int(len(tables) > 1 and window != 0)
+            self._wrappers[window] = self._make_wrapper(tables[index]), index
 
     def wrapper(self, sliding_window: int, soft_cap: float) -> Any:
         """The planned wrapper of a layer.
@@ -167,7 +191,7 @@ class Plan:
                 f"soft cap {self._spec.soft_cap}, but a layer asks for {sliding_window} and "
                 f"{soft_cap}; name all windows of the model in make_planner"
             )
-        return self._wrappers[sliding_window]
+        return self._wrappers[sliding_window][0]
 
     def plan(self, key: PlanKey, host: HostMetadata) -> None:
         """Plan one step; see `AttentionPlanner.plan`."""
@@ -176,28 +200,27 @@ class Plan:
             # rewritten. In the stream they precede the last step's kernels, so this call does not
             # wait for those kernels.
             self._planned.synchronize()
-        num_slots = self._table.num_slots if self._is_captured else key.num_seqs + 1
-        arrays = self._table.arrays
-        used = fill_pages(
-            PageArrays(
-                arrays.kv_indptr[: num_slots + 1],
-                arrays.last_page_len[:num_slots],
-                arrays.query_indptr[: num_slots + 1],
-                arrays.indices,
-            ),
-            key,
-            host,
-            self._spec.block_size,
-        )
-        self._table.upload(used)
-        for window, wrapper in self._wrappers.items():
-            self._plan_wrapper(wrapper, window, num_slots, used)
+        num_slots = self._tables[0].num_slots if self._is_captured else key.num_seqs + 1
+        used: list[int] = []
+        block_tables = host.block_table, host.window_block_table
+        for table, block_table in zip(self._tables, block_tables, strict=False):
+            assert block_table is not None, "the planner was made for a second block table"
+            arrays = PageArrays(
+                table.arrays.kv_indptr[: num_slots + 1],
+                table.arrays.last_page_len[:num_slots],
+                table.arrays.query_indptr[: num_slots + 1],
+                table.arrays.indices,
+            )
+            used.append(fill_pages(arrays, key, host, block_table, table.shape))
+            table.upload(used[-1])
+        for window, (wrapper, index) in self._wrappers.items():
+            self._plan_wrapper(wrapper, window, self._tables[index], num_slots, used[index])
         self._is_sized = self._is_captured
         if self._planned is not None:
             self._planned.record()
 
-    def _make_wrapper(self) -> Any:
-        kv_indptr, last_page_len, query_indptr, indices = self._table.on_device
+    def _make_wrapper(self, table: _PageTable) -> Any:
+        kv_indptr, last_page_len, query_indptr, indices = table.on_device
         workspace = self._workspace.at_least(0)
         if self._is_decode:
             group = self._spec.num_heads // self._spec.num_kv_heads
@@ -225,15 +248,17 @@ class Plan:
             backend="fa2",
         )
 
-    def _plan_wrapper(self, wrapper: Any, window: int, num_slots: int, used: int) -> None:
+    def _plan_wrapper(
+        self, wrapper: Any, window: int, table: _PageTable, num_slots: int, used: int
+    ) -> None:
         spec = self._spec
-        kv_indptr, last_page_len, query_indptr, _ = self._table.on_host
+        kv_indptr, last_page_len, query_indptr, _ = table.on_host
         # FlashInfer copies the block ids into this device buffer. If the ids are given as the
         # buffer itself, the copy does nothing. If they were in host memory, FlashInfer would wait
         # for the copy.
-        indices = self._table.on_device[3][: max(1, used)]
+        indices = table.on_device[3][: max(1, used)]
         pages = (kv_indptr[: num_slots + 1], indices, last_page_len[:num_slots])
-        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, table.shape.block_size)
         options: dict[str, Any] = {
             "window_left": window - 1,
             "logits_soft_cap": spec.soft_cap,
@@ -273,7 +298,7 @@ class FlashInferPlanner:
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         windows: Iterable[int],
-        max_blocks_per_seq: int,
+        tables: Sequence[PlannedTable],
         register: Callable[[Plan], int],
         release: Callable[[int], None],
     ) -> None:
@@ -281,7 +306,7 @@ class FlashInferPlanner:
         self._spec = spec
         self._captured = {_identity(key) for key in keys}
         self._windows = tuple(sorted(set(windows)))
-        self._max_blocks_per_seq = max_blocks_per_seq
+        self._tables = tables
         self._register = register
         self._release = release
         self._workspace = _Workspace(spec.device)
@@ -314,14 +339,16 @@ class FlashInferPlanner:
         # A decode step has one slot per token. In other steps the last slot takes the padding
         # tokens.
         num_slots = key.num_tokens if is_captured and key.tokens_per_seq == 1 else num_seqs + 1
-        table = _PageTable(num_slots, num_seqs * self._max_blocks_per_seq, self._spec.device)
+        tables = [
+            _PageTable(shape, num_slots, num_seqs, self._spec.device) for shape in self._tables
+        ]
         return Plan(
             self._library,
             self._spec,
             self._windows,
             self._workspace,
             key if is_captured else None,
-            table,
+            tables,
         )
 
 

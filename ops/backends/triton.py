@@ -11,7 +11,7 @@ the class of the step's number of sequences, which decides how contexts are divi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,7 +182,7 @@ class TritonBackend:
         spec: AttentionSpec,
         keys: Iterable[PlanKey],
         *,
-        max_blocks_per_seq: int,
+        tables: Sequence[object],
         sliding_windows: Iterable[int] = (),
     ) -> _Planner:
         return _Planner()

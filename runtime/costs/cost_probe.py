@@ -24,6 +24,7 @@ disturbance of one run changes it little.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from bisect import bisect_left
@@ -71,7 +72,12 @@ class StepSpace:
     # Numbers of tokens of a sequence in the measured steps that verify drafts: at least 2, rising.
     verified_tokens: Sequence[int] = ()
     max_num_rows: int = 0  # rows of logits of a step that verifies drafts
-    groups: tuple[KVGroup, ...] = WHOLE_CACHE  # the layers that have blocks of their own
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE  # each has a block table in every sequence
+
+    @property
+    def context_unit(self) -> int:
+        """Tokens whose multiples are whole blocks of every group."""
+        return self.block_size * math.lcm(*(group.units for group in self.groups))
 
 
 class _Prober:
@@ -135,7 +141,7 @@ class _Prober:
         scheduled: list[ScheduledSequence] = []
         read = cycle(space.context_block_ids)
         for row, (num_tokens, start, num_scored) in enumerate(chunks):
-            block_ids: list[int] = []
+            block_ids: list[list[int]] = [[] for _ in space.groups]
             chosen = self._random.choices(
                 range(space.vocab_size), k=max(num_tokens, num_scored + 1)
             )
@@ -149,15 +155,24 @@ class _Prober:
                     sampling=sampling,
                 )
                 admitted.append(AdmittedSequence(row, request, []))
-                num_blocks = -(-(start + num_tokens) // space.block_size)
-                num_read = start // space.block_size  # a context consists of whole blocks
-                block_ids = [*islice(read, num_read), *[0] * (num_blocks - num_read)]
+                for ids, group in zip(block_ids, space.groups, strict=True):
+                    size = group.units * space.block_size
+                    num_read = start // size  # a context consists of whole blocks
+                    num_blocks = -(-(start + num_tokens) // size)
+                    ids += [*islice(read, num_read), *[0] * (num_blocks - num_read)]
             # A decode has no token ids: its token is the row's last sampled token.
             token_ids = [] if num_tokens == 1 else chosen[:num_tokens]
             num_logits = num_tokens if verifies else 1
             scheduled.append(
                 ScheduledSequence(
-                    row, start, num_tokens, token_ids, block_ids, num_logits, num_scored
+                    row,
+                    start,
+                    num_tokens,
+                    token_ids,
+                    block_ids[0],
+                    num_logits,
+                    num_scored,
+                    new_window_block_ids=block_ids[1] if len(block_ids) > 1 else [],
                 )
             )
         return SchedulerOutput(
@@ -281,8 +296,9 @@ def _prompt_sizes(most: int) -> list[int]:
 
 def _contexts(space: StepSpace) -> list[int]:
     """The context lengths to measure, rising: whole blocks, up to half of the longest sequence."""
-    most = space.max_model_len // 2 // space.block_size * space.block_size
-    lengths = {min(c // space.block_size * space.block_size, most) for c in _CONTEXTS}
+    unit = space.context_unit
+    most = space.max_model_len // 2 // unit * unit
+    lengths = {min(c // unit * unit, most) for c in _CONTEXTS}
     return sorted(length for length in lengths if length > 0)
 
 

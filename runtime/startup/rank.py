@@ -29,7 +29,7 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.kv_cache import KVCache
-from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
+from ostinato.ops.attention import AttentionPlanner, PlannedBackend, PlannedTable, load_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.encoding.make_encoder_parts import EncoderParts, make_encoder_parts
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool, num_pool_slots
@@ -253,10 +253,15 @@ def _make_planner(
     planned = load_backend(plan.backend)
     if not isinstance(planned, PlannedBackend):
         return None
+    tables = buffers.host.block_table, buffers.host.window_block_table
     planner = planned.make_planner(
         plan.attention_spec,
         plan.buckets.keys,
-        max_blocks_per_seq=buffers.host.block_table.shape[1],
+        tables=[
+            PlannedTable(group.units * buffers.block_size, table.shape[1], group.window)
+            for group, table in zip(buffers.groups, tables, strict=False)
+            if table is not None
+        ],
         sliding_windows=set(plan.source.config.sliding_windows),
     )
     undo.callback(planner.close)

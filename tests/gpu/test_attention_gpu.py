@@ -17,6 +17,7 @@ from ostinato.ops.attention import (
     AttentionPlanner,
     AttentionSpec,
     PlannedBackend,
+    PlannedTable,
     load_backend,
 )
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
@@ -76,7 +77,11 @@ def engine_of(
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     assert isinstance(backend, PlannedBackend)
-    planner = backend.make_planner(make_spec(shape), keys, max_blocks_per_seq=MAX_BLOCKS)
+    planner = backend.make_planner(
+        make_spec(shape),
+        keys,
+        tables=[PlannedTable(shape.block_size, MAX_BLOCKS, shape.sliding_window)],
+    )
     engine = Engine(shape, max_num_tokens=512, max_num_seqs=16, max_blocks=MAX_BLOCKS)
     return backend, planner, engine
 

@@ -19,7 +19,7 @@ from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import given_tensors
-from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
+from ostinato.ops.attention import PlannedBackend, PlannedTable, load_backend, select_backend
 from tests.graphs.toy import fill
 from tests.runtime.tiny import MODEL as TINY_MODEL
 from tests.runtime.tiny import tiny_config
@@ -125,7 +125,9 @@ def make_graphs(
     table = BucketTable(decode_sizes=DECODE_SIZES, mixed_sizes=MIXED_SIZES, max_num_seqs=MAX_SEQS)
     planned, planner = load_backend(backend), None
     if isinstance(planned, PlannedBackend):
-        planner = planned.make_planner(spec, table.keys, max_blocks_per_seq=MAX_BLOCKS)
+        planner = planned.make_planner(
+            spec, table.keys, tables=[PlannedTable(BLOCK_SIZE, MAX_BLOCKS)]
+        )
     runner = GraphRunner(
         model,
         kv_cache,

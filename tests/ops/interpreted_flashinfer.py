@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from ostinato.graphs.buckets import GraphKey
-from ostinato.ops.attention import AttentionSpec
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.models.kv_groups import KVGroup
+from ostinato.models.step_tensors import StepInputs
+from ostinato.ops.attention import AttentionSpec, PlannedTable
 from ostinato.ops.backends.flashinfer import FlashInferBackend
 from ostinato.ops.backends.flashinfer_plan import FlashInferPlanner
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
-from tests.ops.attention_steps import Shape, run
+from tests.ops.attention_steps import Shape, make_step, run
 from tests.ops.flashinfer_stand_in import STAND_IN
 from tests.ops.planned_steps import Engine
 
@@ -25,7 +28,10 @@ SHAPE = Shape(head_dim=64, dtype=torch.float16)
 
 
 def make(
-    shape: Shape, windows: tuple[int, ...] = (), keys: tuple[GraphKey, ...] = (DECODE, MIXED)
+    shape: Shape,
+    windows: tuple[int, ...] = (),
+    keys: tuple[GraphKey, ...] = (DECODE, MIXED),
+    tables: list[PlannedTable] | None = None,
 ) -> tuple[FlashInferBackend, FlashInferPlanner, Engine]:
     backend = FlashInferBackend(STAND_IN)
     spec = AttentionSpec(
@@ -38,7 +44,8 @@ def make(
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
     )
-    planner = backend.make_planner(spec, keys, max_blocks_per_seq=20, sliding_windows=windows)
+    tables = tables or [PlannedTable(shape.block_size, 20, shape.sliding_window)]
+    planner = backend.make_planner(spec, keys, tables=tables, sliding_windows=windows)
     return backend, planner, Engine(shape, max_num_tokens=64, max_num_seqs=8, max_blocks=20)
 
 
@@ -95,6 +102,49 @@ def test_a_model_with_two_windows() -> None:
         torch.testing.assert_close(out[:7], expected[:7], atol=4e-3, rtol=4e-3)
     with pytest.raises(ValueError, match=r"planned sliding windows \[0, 12\] .* asks for 5 and"):
         run(backend, step, replace(SHAPE, sliding_window=5))
+
+
+def test_layers_with_a_window_read_their_own_blocks() -> None:
+    """Blocks outside of the window hold NaN, as those of both tables that no sequence has."""
+    layers = [replace(SHAPE, block_size=32), replace(SHAPE, sliding_window=20)]
+    keys = GraphKey(3, 3, 1), GraphKey(16, 3, 0)
+    backend, planner, _ = make(
+        SHAPE, (0, 20), keys, [PlannedTable(32, 10), PlannedTable(16, 20, window=20)]
+    )
+    buffers = StaticBuffers(
+        max_num_tokens=16,
+        max_num_seqs=3,
+        max_blocks_per_seq=10,
+        block_size=16,
+        device=SHAPE.device,
+        groups=(KVGroup(0, 2, 1), KVGroup(20, 1, 2)),
+        max_window_blocks_per_seq=20,
+    )
+    for key, lengths in (
+        (keys[0], [(1, 90), (1, 20), (1, 160)]),
+        (keys[1], [(9, 70), (1, 130), (6, 6)]),
+        (keys[0], [(1, 91), (1, 37), (1, 5)]),
+    ):
+        steps = [make_step(lengths, layer) for layer in layers]
+        host = buffers.host
+        host.query_start_loc[:] = steps[0].metadata.query_start_loc.numpy()
+        host.seq_lens[:] = steps[0].metadata.seq_lens.numpy()
+        assert host.window_block_table is not None
+        assert host.window_slot_mapping is not None
+        tables = host.block_table, host.window_block_table
+        slots = host.slot_mapping, host.window_slot_mapping
+        for step, table, slot_mapping in zip(steps, tables, slots, strict=True):
+            ids = step.metadata.block_table.numpy()
+            table[:, : ids.shape[1]] = ids
+            slot_mapping[: key.num_tokens] = step.metadata.slot_mapping.numpy()
+        planner.plan(key, host, buffers.plan)
+        batch = buffers.batch(key.num_tokens, key.num_seqs, 1)
+        for step, layer in zip(steps, layers, strict=True):
+            metadata = StepInputs({}, batch).attention(layer.sliding_window)
+            out, _, _ = run(backend, step._replace(metadata=metadata), layer)
+            expected, _, _ = run(REFERENCE, step, layer)
+            torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    planner.close()
 
 
 def test_handles_live_until_the_planner_is_closed() -> None:

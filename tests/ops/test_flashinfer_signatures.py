@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.graphs.buckets import GraphKey
-from ostinato.ops.attention import AttentionSpec
+from ostinato.ops.attention import AttentionSpec, PlannedTable
 from ostinato.ops.backends.flashinfer_plan import Library, PageArrays, fill_pages
 from tests.ops.attention_steps import Shape
 from tests.ops.attention_steps import run as run_step
@@ -21,10 +21,14 @@ from tests.ops.planned_steps import Engine
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 
 
+PAGES = PlannedTable(block_size=16, max_blocks=3)
+
+
 class Host(NamedTuple):
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
     block_table: np.ndarray
+    window_block_table: np.ndarray | None = None
 
 
 def page_arrays(num_slots: int, num_indices: int) -> PageArrays:
@@ -39,7 +43,7 @@ def test_pages_of_a_step() -> None:
         np.array([[5, 3, 8], [0, 0, 0], [2, 4, 8], [6, 6, 6]], dtype=np.int32),
     )
     arrays = page_arrays(4, 8)
-    assert fill_pages(arrays, GraphKey(6, 3, 0), host, block_size=16) == 4
+    assert fill_pages(arrays, GraphKey(6, 3, 0), host, host.block_table, PAGES) == 4
     assert arrays.kv_indptr.tolist() == [0, 2, 4, 4, 4]
     assert arrays.last_page_len.tolist() == [1, 16, 0, 0]
     assert arrays.query_indptr.tolist() == [0, 1, 4, 4, 6]
@@ -49,7 +53,7 @@ def test_pages_of_a_step() -> None:
 def test_pages_of_padding_alone() -> None:
     host = Host(np.zeros(3, np.int32), np.zeros(2, np.int32), np.zeros((2, 3), np.int32))
     arrays = page_arrays(2, 3)
-    assert fill_pages(arrays, GraphKey(2, 2, 1), host, block_size=16) == 0
+    assert fill_pages(arrays, GraphKey(2, 2, 1), host, host.block_table, PAGES) == 0
     assert arrays.kv_indptr.tolist() == [0, 0, 0]
     assert arrays.last_page_len.tolist() == [0, 0]
     assert arrays.query_indptr.tolist() == [0, 0, 2]
@@ -59,9 +63,10 @@ def test_pages_of_padding_alone() -> None:
     rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=6),
     padding=st.integers(0, 3),
     block_size=st.sampled_from([8, 16]),
+    window=st.sampled_from([0, 1, 13, 40]),
 )
 def test_pages_cover_every_sequence(
-    rows: list[tuple[int, int]], padding: int, block_size: int
+    rows: list[tuple[int, int]], padding: int, block_size: int, window: int
 ) -> None:
     lengths = [(query, query + before if query else 0) for query, before in rows]
     starts = np.cumsum([0, *(query for query, _ in lengths)]).astype(np.int32)
@@ -69,12 +74,17 @@ def test_pages_cover_every_sequence(
     host = Host(starts, np.array([length for _, length in lengths], dtype=np.int32), table)
     arrays = page_arrays(len(rows) + 1, table.size)
     key = GraphKey(int(starts[-1]) + padding, len(rows), 0)
-    used = fill_pages(arrays, key, host, block_size)
+    used = fill_pages(arrays, key, host, table, PlannedTable(block_size, 8, window))
     present = [(row, *pair) for row, pair in enumerate(lengths) if pair[0]]
+    num_pages = 0
     for slot, (row, query_len, length) in enumerate(present):
+        seen = max(0, length - query_len + 1 - window) if window else 0  # by the first row
+        skipped = seen // block_size
         pages = arrays.indices[arrays.kv_indptr[slot] : arrays.kv_indptr[slot + 1]].tolist()
-        assert pages == table[row, : -(-length // block_size)].tolist()
-        assert (len(pages) - 1) * block_size + arrays.last_page_len[slot] == length
+        assert pages == table[row, skipped : -(-length // block_size)].tolist()
+        counted = (skipped + len(pages) - 1) * block_size + arrays.last_page_len[slot]
+        assert counted == length
+        num_pages += len(pages)
         assert arrays.query_indptr[slot] == starts[row]
         assert arrays.query_indptr[slot + 1] - starts[row] >= query_len
     absent = slice(len(present), None)
@@ -85,7 +95,7 @@ def test_pages_cover_every_sequence(
         *[0] * (len(rows) - len(present)),
         padding,
     ]
-    assert used == sum(-(-length // block_size) for _, _, length in present)
+    assert used == num_pages
 
 
 def spec(**more: object) -> AttentionSpec:
@@ -151,7 +161,7 @@ def test_every_call_binds_to_flashinfer(
     calls: list[str] = []
     backend = module.FlashInferBackend(bound_to(flashinfer, calls))
     keys = [GraphKey(4, 4, 1), GraphKey(16, 4, 0)]
-    planner = backend.make_planner(spec(), keys, max_blocks_per_seq=12)
+    planner = backend.make_planner(spec(), keys, tables=[PlannedTable(16, 12)])
     shape = Shape(head_dim=64, dtype=torch.float16)
     engine = Engine(shape, max_num_tokens=32, max_num_seqs=4, max_blocks=12)
     for key in [*keys, *keys, GraphKey(5, 2, 0)]:

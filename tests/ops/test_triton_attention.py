@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.graphs.buckets import GraphKey
-from ostinato.ops.attention import AttentionSpec, load_backend
+from ostinato.ops.attention import AttentionSpec, PlannedTable, load_backend
 from ostinato.ops.backends.triton_tiles import KernelShape, TileShape
 
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
@@ -77,7 +77,7 @@ def test_why_a_shape_is_unsupported(more: dict[str, object], reason: str | None)
 def test_the_planner_tells_decode_from_the_rest() -> None:
     from ostinato.ops.backends.triton import BACKEND
 
-    planner = BACKEND.make_planner(spec(), [], max_blocks_per_seq=8)
+    planner = BACKEND.make_planner(spec(), [], tables=[PlannedTable(16, 8)])
     handle = torch.zeros(1, dtype=torch.int64)
     host = None  # the planner does not read the step
     planner.plan(GraphKey(4, 4, 1), host, handle)  # pyright: ignore[reportArgumentType]

@@ -65,8 +65,8 @@ class ModelPrograms:
 
     config: ModelConfig
     dtype: torch.dtype  # of weights and activations
-    block_size: int
     max_model_len: int
+    table_blocks: Mapping[Size, int]  # blocks of the longest sequence in each block table
     layer: Lowered  # every layer but the last
     last: Lowered
     model: CausalLM  # its tensors are fake
@@ -96,9 +96,7 @@ class ModelPrograms:
 
     def batch(self, sizes: StepSizes) -> ForwardBatch:
         """Step tensors of a shape, without contents."""
-        return _fake_batch(
-            self.model, sizes, ceil_div(self.max_model_len, self.block_size), self.mode
-        )
+        return _fake_batch(self.model, sizes, self.table_blocks, self.mode)
 
     @property
     def most_few_tokens(self) -> int:
@@ -191,15 +189,18 @@ def lower_config(
         )
         kv_cache = cache.allocate(_NUM_BLOCKS, device)
     assert isinstance(model, CausalLM), f"{config.architecture} generates no tokens"
-    num_blocks = ceil_div(max_model_len, cache.block_size)
-    example = _fake_batch(model, _EXAMPLE, num_blocks, mode, has_adapters=adapters is not None)
+    table_blocks = {
+        size: ceil_div(max_model_len, group.units * cache.block_size)
+        for size, group in zip((Size.blocks, Size.window_blocks), cache.groups, strict=False)
+    }
+    example = _fake_batch(model, _EXAMPLE, table_blocks, mode, has_adapters=adapters is not None)
     with lowered_graphs() as found, torch.inference_mode():
         compile_model(model, form, example, kv_cache, store)
     return ModelPrograms(
         config=config,
         dtype=dtype,
-        block_size=cache.block_size,
         max_model_len=max_model_len,
+        table_blocks=table_blocks,
         layer=found[0],
         last=found[-1],
         model=model,
@@ -211,21 +212,23 @@ def lower_config(
 def _fake_batch(
     model: CausalLM,
     sizes: StepSizes,
-    num_blocks: int,
+    table_blocks: Mapping[Size, int],
     mode: FakeTensorMode,
     *,
     has_adapters: bool = False,
 ) -> ForwardBatch:
-    fixed = {Size.blocks: num_blocks}
+    absent = set[str]() if has_adapters else {"adapter_slots"}
+    if Size.window_blocks not in table_blocks:
+        absent |= {"window_block_table", "window_slot_mapping"}
     with mode:
         tensors: dict[str, Tensor] = {
             name: torch.empty(
-                spec.shape(sizes, fixed),
+                spec.shape(sizes, table_blocks),
                 dtype=spec.dtype,
                 device="cpu" if name == "plan" else "cuda",
             )
             for name, spec in tensor_specs(model.step_tensors).items()
-            if has_adapters or name != "adapter_slots"
+            if name not in absent
         }
     return model.step_tensors(**tensors)
 

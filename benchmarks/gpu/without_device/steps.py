@@ -243,9 +243,10 @@ def own_attention(programs: ModelPrograms, step: Step, arch: int) -> list[OwnLau
         half = 0 if config.rope is None else config.rope.rotary_dim // 2
         angles = torch.empty(sizes.num_tokens, half, dtype=torch.float32, device="cuda")
         seqs = torch.empty(sizes.num_seqs + 1, dtype=torch.int32, device="cuda")
+        k_cache, v_cache = programs.kv_cache[0]
         table = torch.empty(
             sizes.num_seqs,
-            ceil_div(programs.max_model_len, programs.block_size),
+            ceil_div(programs.max_model_len, k_cache.shape[2]),
             dtype=torch.int32,
             device="cuda",
         )
@@ -253,7 +254,6 @@ def own_attention(programs: ModelPrograms, step: Step, arch: int) -> list[OwnLau
         # The plan is a tensor on the host, whose contents a fake tensor does not have.
         plan = [step.most_query_rows]
         metadata = AttentionMetadata(seqs, seqs[:-1], table, slots, plan)  # type: ignore[arg-type]
-        k_cache, v_cache = programs.kv_cache[0]
         BACKEND.run_projected(
             qkv,
             angles if half else None,

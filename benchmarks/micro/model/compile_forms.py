@@ -38,7 +38,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
-from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
+from ostinato.ops.attention import PlannedBackend, PlannedTable, load_backend, select_backend
 from ostinato.ops.native.library import load
 from ostinato.runtime.machine_info import gpu_names
 from ostinato.runtime.startup.plan.device import set_threads
@@ -100,7 +100,9 @@ class Bench:
         seconds = time.perf_counter() - begin
         planned, planner = load_backend(self.backend), None
         if isinstance(planned, PlannedBackend):
-            planner = planned.make_planner(self._spec, [], max_blocks_per_seq=self._blocks_per_seq)
+            planner = planned.make_planner(
+                self._spec, [], tables=[PlannedTable(self._spec.block_size, self._blocks_per_seq)]
+            )
         runner = GraphRunner(
             self.model, self.kv_cache, self.buffers, program=program, planner=planner
         )

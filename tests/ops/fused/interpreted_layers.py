@@ -33,7 +33,7 @@ from ostinato.graphs.compiler.compile import Binder, compile_model
 from ostinato.graphs.compiler.programs import LayeredProgram
 from ostinato.models.base import CausalLM
 from ostinato.models.registry import build_model, model_class
-from ostinato.models.step_tensors import StepSizes
+from ostinato.models.step_tensors import Size, StepSizes
 from tests.models.driver import Driver, Forward
 from tests.ops.fused.interpreted_fused import MODELS, logits_of
 
@@ -113,7 +113,7 @@ def compiled(hf_config: dict[str, Any]) -> Binder:
             )
             cache = config.kv_cache_spec(Driver.block_size, torch.float32).allocate(64, device)
         assert isinstance(model, CausalLM)
-        example = _fake_batch(model, StepSizes(16, 2, 2), 32, mode)
+        example = _fake_batch(model, StepSizes(16, 2, 2), {Size.blocks: 32}, mode)
         return compile_model(model, GraphForm.layer, example, cache)
 
 

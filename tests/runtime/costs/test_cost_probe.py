@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ostinato import LLM, SamplingParams
+from ostinato.models.kv_groups import KVGroup
 from ostinato.runtime.costs.cost_probe import StepSpace, measure_costs
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
@@ -32,7 +33,7 @@ class Device:
         self.space = space
         self.slowdown = slowdown
         self.now = 100.0
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}
         self.prompts: dict[int, list[int]] = {}
         self.steps: list[tuple[int, int]] = []
         self.blocks_read: set[int] = set()
@@ -47,18 +48,23 @@ class Device:
         assert output.num_tokens <= space.max_num_batched_tokens
         assert output.num_seqs <= space.max_num_seqs
         for admitted in output.admitted:
-            self.tables[admitted.row] = []
+            self.tables[admitted.row] = [[] for _ in space.groups]
             self.prompts[admitted.row] = admitted.request.prompt_token_ids
         pairs = 0
         for entry in output.scheduled:
-            table = self.tables[entry.row]
-            table += entry.new_block_ids
             end = entry.start + entry.num_new_tokens
             assert end <= space.max_model_len
-            assert len(table) == math.ceil(end / BLOCK_SIZE)
-            written = {table[p // BLOCK_SIZE] for p in range(entry.start, end)}
-            assert written == {0}, "a block other than the null block is written"
-            self.blocks_read |= set(table) - {0}
+            new_ids = entry.new_block_ids, entry.new_window_block_ids
+            for group, table, new in zip(
+                space.groups, self.tables[entry.row], new_ids, strict=False
+            ):
+                table += new
+                size = group.units * BLOCK_SIZE
+                assert len(table) == math.ceil(end / size)
+                written = {table[p // size] for p in range(entry.start, end)}
+                assert written == {0}, "a block other than the null block is written"
+                assert 0 not in table[: entry.start // size]
+                self.blocks_read |= set(table) - {0}
             assert entry.num_new_tokens == 1 or len(entry.token_ids) == entry.num_new_tokens
             pairs += entry.num_new_tokens * entry.start
             if entry.num_prompt_logits:
@@ -111,6 +117,13 @@ def test_it_finds_the_devices_costs() -> None:
     assert table.step_seconds(64, 8, 0) == pytest.approx(2e-3 + 64e-4 + 8 * 5e-5, rel=1e-6)
     assert device.blocks_read == set(range(1, 40))
     assert table.seconds_per_score == pytest.approx(3e-4)
+
+
+def test_a_model_with_two_kv_groups() -> None:
+    device = Device(make_space(groups=(KVGroup(0, 6, 1), KVGroup(100, 1, 6))))
+    table = measure(device)
+    assert table.contexts == (0, 960, 2016)  # multiples of 96
+    assert device.blocks_read == set(range(1, 40))
 
 
 def test_larger_steps_than_the_budget_allows_are_extrapolated() -> None:

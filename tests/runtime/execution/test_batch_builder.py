@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.models.kv_groups import KVGroup
 from ostinato.models.step_tensors import given_tensors
 from ostinato.runtime.execution.batch_builder import BatchBuilder
 from ostinato.runtime.types.params import SamplingParams
@@ -139,3 +142,87 @@ def test_drafts_need_the_logits_of_every_position() -> None:
     assert shape.drafts == [[6], []]
     assert buffers.host.logits_indices[:3].tolist() == [3, 4, 6]
     assert buffers.host.sampled_rows[:2].tolist() == [0, 2]
+
+
+GROUPS = (KVGroup(0, 2, 1), KVGroup(5, 1, 2))
+BLOCK_SIZE, NUM_ROWS, MAX_LEN = 4, 3, 24
+
+
+class Twin:
+    """The block tables of a row, read block by block."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.tables: list[list[int]] = [[], []]  # of block ids of the pool
+
+    def grow(self, count: int, draw: Callable[[], int]) -> list[list[int]]:
+        """Add tokens; returns the new blocks of each group. Blocks can be 0, which is no block."""
+        self.length += count
+        new: list[list[int]] = []
+        for group, table in zip(GROUPS, self.tables, strict=True):
+            missing = -(-self.length // (group.units * BLOCK_SIZE)) - len(table)
+            new.append([draw() for _ in range(missing)])
+            table += new[-1]
+        return new
+
+    def slot(self, group: int, position: int) -> int:
+        size, pieces = GROUPS[group].units * BLOCK_SIZE, GROUPS[group].pieces
+        slots = [
+            block * pieces * size + offset for block in self.tables[group] for offset in range(size)
+        ]
+        return slots[position]
+
+
+@given(st.data(), st.sampled_from([0, 4]))
+def test_two_block_tables_are_those_of_a_slow_twin(data: st.DataObject, few: int) -> None:
+    buffers = StaticBuffers(
+        max_num_tokens=24,
+        max_num_seqs=NUM_ROWS,
+        max_blocks_per_seq=3,
+        block_size=BLOCK_SIZE,
+        device=torch.device("cpu"),
+        groups=GROUPS,
+        max_window_blocks_per_seq=6,
+    )
+    builder = BatchBuilder(buffers, few_sequences=few)
+    twins = [Twin() for _ in range(NUM_ROWS)]
+    for row in range(NUM_ROWS):
+        builder.admit(row, REQUEST, [])
+    for _ in range(data.draw(st.integers(1, 5))):
+        scheduled: list[ScheduledSequence] = []
+        for row in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True)):
+            if twins[row].length > MAX_LEN - 8 or data.draw(st.integers(0, 9)) == 0:
+                builder.admit(row, REQUEST, [])  # the row has another sequence
+                twins[row] = Twin()
+            start, count = twins[row].length, data.draw(st.sampled_from([1, 1, 3, 8]))
+            new = twins[row].grow(count, lambda: data.draw(st.integers(0, 50)))
+            token_ids = [] if count == 1 else list(range(count))
+            scheduled.append(
+                ScheduledSequence(
+                    row, start, count, token_ids, new[0], 1, new_window_block_ids=new[1]
+                )
+            )
+        builder.build(step(*scheduled))
+        host = buffers.host
+        assert host.window_block_table is not None
+        assert host.window_slot_mapping is not None
+        written = (
+            (host.block_table, host.slot_mapping),
+            (host.window_block_table, host.window_slot_mapping),
+        )
+        for group, (table, slots) in enumerate(written):
+            assert slots[: sum(entry.num_new_tokens for entry in scheduled)].tolist() == [
+                twins[entry.row].slot(group, position)
+                for entry in scheduled
+                for position in range(entry.start, entry.start + entry.num_new_tokens)
+            ]
+            for index, entry in enumerate(scheduled):
+                ids = [one * GROUPS[group].pieces for one in twins[entry.row].tables[group]]
+                padding = [0] * (table.shape[1] - len(ids))
+                assert table[index].tolist() == ids + padding
+
+
+def test_models_with_one_group_have_one_block_table() -> None:
+    _, buffers = make_builder()
+    assert "window_block_table" not in given_tensors(buffers.host)
+    assert buffers.batch(4, 2, 2).window_slot_mapping is None
