@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ostinato.graphs.compiler.compiled_piece import CompiledPiece
 from ostinato.graphs.compiler.fx_program import FxFunction, resolve
-from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     ForwardBatch,
     Size,
@@ -109,7 +108,7 @@ def why_not_captured(layer: LayerCall) -> str | None:
 
 def capture_layers(
     layers: Sequence[LayerCall],
-    kv_cache: KVCache,
+    kv_cache: Sequence[tuple[Tensor, Tensor]],
     hidden: Tensor,
     step: StepInputs,
     *,
