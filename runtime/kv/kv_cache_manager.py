@@ -294,12 +294,12 @@ class KVCacheManager:
         if self.has_windows:
             self._free_behind(table, start)
         if len(table.groups) == 1:
-            missing = -(-num_tokens // self._sizes[0]) - len(table.block_ids)
-            block_ids = self._pool.allocate(max(missing, 0))
+            ids = table.groups[0].ids
+            missing = -(-num_tokens // self._sizes[0]) - len(ids)
+            block_ids = self._pool.allocate(missing) if missing > 0 else []
             if block_ids is None:
                 return None
-            if block_ids:
-                table.groups[0].ids += block_ids
+            ids += block_ids
             return NewBlocks(block_ids)
         if self.num_missing(table, num_tokens) > self._pool.num_free:
             return None

@@ -87,6 +87,13 @@ class PrefixIndex:
         """
         new_blocks: list[tuple[int, int, BlockHash]] = []
         units = range(table.num_registered, num_units)
+        table.num_registered = max(table.num_registered, num_units)
+        if self._groups == WHOLE_CACHE:  # the general case takes twice as long
+            block_ids, hashes, register = table.block_ids, table.hashes, self._pool.register
+            for unit in units:
+                if register(block_ids[unit], hashes[unit]):
+                    new_blocks.append((unit, block_ids[unit], hashes[unit]))
+            return new_blocks
         for index, (group, blocks) in enumerate(zip(self._groups, table.groups, strict=True)):
             for unit in units:
                 at, block_hash = unit // group.units, table.hashes[unit]
@@ -97,7 +104,6 @@ class PrefixIndex:
                     new_blocks.append((at, block_id, block_hash))
                 if group.units > 1:
                     self._fresh.add(block_id)
-        table.num_registered = max(table.num_registered, num_units)
         return new_blocks
 
     def _get(self, index: int, block_hash: BlockHash) -> int | None:

@@ -142,8 +142,7 @@ class StepPlanner:
         begin, end = step.num_grown, len(running)
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
-        cache, drafts, resting = self._cache, self._drafts, self._resting
-        block_size = cache.block_size
+        block_size, drafts, resting = self._cache.block_size, self._drafts, self._resting
         scheduled, sequences, has_lanes = step.scheduled, step.sequences, self._num_lanes > 1
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
@@ -166,8 +165,8 @@ class StepPlanner:
                 continue  # the sequence is in another lane, or this lane is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its draft needs the token that the step in flight samples
-            new_blocks = _NO_BLOCKS
-            if not start % block_size and cache.num_missing(sequence.block_table, start + 1):
+            new_blocks: NewBlocks | None = None
+            if not start % block_size:
                 new_blocks = self._take_room(sequence, step, self._next_block)
                 if new_blocks is None:
                     continue
@@ -177,12 +176,14 @@ class StepPlanner:
             step.num_tokens_left -= 1
             if step.decodes_left is not None:
                 step.decodes_left -= 1
-            block_ids, window_block_ids = new_blocks
-            scheduled.append(
-                ScheduledSequence(
-                    sequence.row, start, 1, [], block_ids, 1, 0, False, False, window_block_ids
+            row = sequence.row
+            if new_blocks is None:
+                scheduled.append(ScheduledSequence(row, start, 1, [], [], 1))
+            else:
+                block_ids, window_ids = new_blocks
+                scheduled.append(
+                    ScheduledSequence(row, start, 1, [], block_ids, 1, 0, False, False, window_ids)
                 )
-            )
             sequences.append(sequence)
         step.num_grown = min(end, len(running))
 
@@ -213,7 +214,8 @@ class StepPlanner:
         self._plan_chunk(sequence, limit, new_blocks, step)
 
     def _next_block(self, sequence: Sequence) -> NewBlocks | None:
-        return self._blocks_to(sequence, sequence.num_computed_tokens + 1)
+        start = sequence.num_computed_tokens
+        return self._cache.allocate(sequence.block_table, start + 1, start)
 
     def _blocks_to(self, sequence: Sequence, end: int) -> NewBlocks | None:
         """Blocks for the positions up to `end`, without those outside of the windows."""
