@@ -307,6 +307,9 @@ ARGUMENTS: dict[str, Argument] = {
     "enable_prefix_caching": Argument(
         setting="cache.enable_prefix_caching", read=_flag, is_flag=True
     ),
+    "disable_hybrid_kv_cache_manager": Argument(
+        setting="cache.keep_all_tokens", read=_flag, is_flag=True
+    ),
     "kv_offloading_size": Argument(setting=HOST_GIB),
     "kv_offloading_backend": Argument(default=("native",), reason=NO_OTHER_BACKEND),
     "kv_transfer_config": Argument(setting=HOST_GIB, expand=transfer_settings),

@@ -42,6 +42,11 @@ class CacheConfig(Section):
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0
     )
     enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prompt prefixes")
+    keep_all_tokens: bool = setting(
+        False,
+        "layers with a sliding window keep the keys and values of all tokens too; false = they "
+        "free the blocks that lie outside of the window",
+    )
     disk_dir: str = setting(
         "", "directory for copies of KV blocks, which later starts use too; empty = none"
     )

@@ -61,6 +61,8 @@ def describe_groups(
 def _why_whole(config: EngineConfig) -> str | None:
     """Why layers with a window keep all tokens, whatever the model is. None = they need not."""
     cache = config.cache
+    if cache.keep_all_tokens:
+        return "cache.keep_all_tokens is set"
     if cache.has_tiers:
         key = "cache.disk_dir" if cache.disk_dir else "cache.host_gib"
         return f"{key} copies blocks that hold all layers"

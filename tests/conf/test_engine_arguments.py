@@ -58,6 +58,7 @@ def test_no_default_value_is_lost_in_silence(name: str):
         ({"kv_cache_memory_bytes": 2 << 30}, {"cache.memory_gib": 2.0}),
         ({"enforce_eager": True}, {"graphs.mode": "eager"}),
         ({"enable_prefix_caching": False}, {"cache.enable_prefix_caching": False}),
+        ({"disable_hybrid_kv_cache_manager": True}, {"cache.keep_all_tokens": True}),
         ({"served_model_name": ["one"]}, {"model.name": "one"}),
         ({"generation_config": "vllm"}, {"sampling.use_generation_config": False}),
         ({"load_format": "dummy"}, {"model.load_format": "dummy"}),

@@ -1,12 +1,11 @@
 """Engines of models with sliding windows: freeing blocks outside of the windows changes no token.
 
-The slow twin is the same engine with a slower tier, because tiers keep whole blocks.
+The slow twin is the same engine with `cache.keep_all_tokens`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,28 +74,16 @@ def kv_groups_of(llm: LLM) -> tuple[KVGroup, ...]:
     return llm._engine._cache.groups
 
 
-Expected = Callable[..., list[list[list[int]]]]
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+@cache
+def expected(name: str, *overrides: str, sampling: str = "greedy") -> list[list[list[int]]]:
     """The tokens of an engine that keeps all blocks."""
-    directory = tmp_path_factory.mktemp("tier")
-
-    @cache
-    def tokens(name: str, *overrides: str, sampling: str = "greedy") -> list[list[list[int]]]:
-        llm = make_llm(name, f"cache.disk_dir={directory}", "cache.disk_gib=0.01", *overrides)
-        try:
-            assert kv_groups_of(llm) == WHOLE_CACHE
-            return generate(llm, sampling)
-        finally:
-            llm.close()
-
-    return tokens
+    llm = make_llm(name, "cache.keep_all_tokens=true", *overrides)
+    assert kv_groups_of(llm) == WHOLE_CACHE
+    return generate(llm, sampling)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_freed_blocks_change_no_token(name: str, expected: Expected) -> None:
+def test_freed_blocks_change_no_token(name: str) -> None:
     """The second run finds its prompts in the cache, in units of 8 tokens."""
     llm = make_llm(name)
     assert generate(llm) == expected(name)
@@ -120,7 +107,7 @@ def test_freed_blocks_change_no_token(name: str, expected: Expected) -> None:
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_other_engines_give_the_same_tokens(overrides: tuple[str, ...], expected: Expected) -> None:
+def test_other_engines_give_the_same_tokens(overrides: tuple[str, ...]) -> None:
     llm = make_llm("gemma3", *overrides)
     try:
         assert generate(llm) == expected("gemma3")
@@ -129,18 +116,18 @@ def test_other_engines_give_the_same_tokens(overrides: tuple[str, ...], expected
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cache_of_eight_bits_with_windows(name: str, expected: Expected) -> None:
+def test_a_cache_of_eight_bits_with_windows(name: str) -> None:
     assert generate(make_llm(name, "cache.dtype=int8")) == expected(name, "cache.dtype=int8")
 
 
-def test_beams_and_candidates_share_blocks_of_windows(expected: Expected) -> None:
+def test_beams_and_candidates_share_blocks_of_windows() -> None:
     llm = make_llm("gemma3")
     for sampling in ("beams", "drawn"):
         assert generate(llm, sampling) == expected("gemma3", sampling=sampling)
 
 
 @pytest.mark.parametrize(("name", "share"), [("gemma3", 0.5), ("qwen2", 0.9), ("mistral", 0.3)])
-def test_little_memory_is_enough(name: str, share: float, expected: Expected) -> None:
+def test_little_memory_is_enough(name: str, share: float) -> None:
     """The memory is a share of what one sequence of 256 tokens needs if all layers keep it."""
     step = "scheduler.max_num_batched_tokens=16"
     length = f"model.max_model_len={LENGTH}"

@@ -78,6 +78,7 @@ def test_all_layers_have_a_window() -> None:
     [
         (("model.max_model_len=32",), "no sequence is longer than the window"),
         (("cache.disk_dir={}",), "cache.disk_dir copies blocks that hold all layers"),
+        (("cache.keep_all_tokens=true",), "cache.keep_all_tokens is set"),
     ],
 )
 def test_a_model_with_windows_that_keeps_all_tokens_says_why(
