@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions, read_bandwidth
+from ostinato.benchmarks.machine.roofline import sizes_of
 from ostinato.benchmarks.micro.engine.scaling import measure_decode
 from ostinato.benchmarks.report.json_file import write_json
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
@@ -46,7 +47,7 @@ _MORE_TOKENS = 64  # places for output tokens after the context
 class _Engine(NamedTuple):
     llm: LLM
     weight_bytes: int  # that a decode step reads
-    kv_bytes_per_token: int
+    kv_bytes: int  # keys and values that a token at the end of the context reads
 
 
 def _weight_bytes(source: ModelSource) -> int:
@@ -64,6 +65,7 @@ def _engine(overrides: Sequence[str], dtype: str, sequences: int, context: int) 
         *overrides,
         f"cache.dtype={dtype}",
         f"cache.block_size={_BLOCK_SIZE}",
+        "cache.keep_all_tokens=true",  # so that the size of the cache follows from the context
         f"model.max_model_len={context + _MORE_TOKENS}",
         f"scheduler.max_num_seqs={sequences}",
         "speculation.method=none",
@@ -72,7 +74,9 @@ def _engine(overrides: Sequence[str], dtype: str, sequences: int, context: int) 
     block = source.config.kv_cache_spec(_BLOCK_SIZE, source.cache_dtype).bytes_per_block
     blocks = sequences * (-(-(context + _MORE_TOKENS) // _BLOCK_SIZE) + 1) + 1
     own.append(f"cache.memory_gib={blocks * block / (1 << 30):.4f}")
-    return _Engine(LLM(config=load_config(own)), _weight_bytes(source), block // _BLOCK_SIZE)
+    sizes = sizes_of(source.config, source.dtype, source.cache_dtype)
+    kv_bytes, _ = sizes.attention_work(context - 1, context)
+    return _Engine(LLM(config=load_config(own)), _weight_bytes(source), kv_bytes)
 
 
 def measure(
@@ -112,7 +116,7 @@ def measure(
         bandwidth = statistics.median(bandwidths)
         for dtype in dtypes:
             engine = engines[dtype]
-            num_bytes = engine.weight_bytes + count * context * engine.kv_bytes_per_token
+            num_bytes = engine.weight_bytes + count * engine.kv_bytes
             ratio, interval = bootstrap_ratio(rates[dtype], rates[dtypes[0]])
             results.append(
                 {
@@ -120,7 +124,7 @@ def measure(
                     "cache_dtype": dtype,
                     "tokens_per_s": rates[dtype],
                     "weight_bytes": engine.weight_bytes,
-                    "cache_bytes": count * context * engine.kv_bytes_per_token,
+                    "cache_bytes": count * engine.kv_bytes,
                     "limit_tokens_per_s": count * bandwidth / num_bytes,
                     "ratio": ratio,
                     "interval": list(interval),
