@@ -143,6 +143,7 @@ class StepPlanner:
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
         block_size, drafts, resting = self._cache.block_size, self._drafts, self._resting
+        has_windows = self._cache.has_windows
         scheduled, sequences, has_lanes = step.scheduled, step.sequences, self._num_lanes > 1
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
@@ -166,7 +167,8 @@ class StepPlanner:
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its draft needs the token that the step in flight samples
             new_blocks: NewBlocks | None = None
-            if not start % block_size:
+            # After a prompt, the blocks of its last chunk that lie outside of the window are freed.
+            if not start % block_size or (has_windows and start == sequence.num_prefill_tokens):
                 new_blocks = self._take_room(sequence, step, self._next_block)
                 if new_blocks is None:
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.types.params import SamplingParams
@@ -47,13 +48,20 @@ def make_scheduler(
     max_model_len: int = 40,
     policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     prefix_caching: bool = True,
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         policy=policy,
     )
-    cache = KVCacheManager(num_blocks + 1, 4, enable_prefix_caching=prefix_caching)
+    cache = KVCacheManager(
+        num_blocks + 1,
+        4,
+        enable_prefix_caching=prefix_caching,
+        groups=groups,
+        step_tokens=max_num_batched_tokens,
+    )
     scheduler = Scheduler(config, cache, max_model_len=max_model_len)
     for request in requests:
         scheduler.add(request)

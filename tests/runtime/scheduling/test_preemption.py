@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato.conf.schema import SchedulingPolicy
+from ostinato.models.kv_groups import KVGroup
 from ostinato.runtime.engine.engine_counters import EngineCounters
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.step import (
@@ -22,6 +23,18 @@ from tests.runtime.scheduling.scheduler_steps import (
 )
 
 # --- memory ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_leaves_the_blocks_of_a_window_after_its_first_token() -> None:
+    """While the prompt is computed, a group with a window has blocks for all of its chunk."""
+    request = make_request("a", range(3, 36), ignore_eos=True)
+    groups = (KVGroup(0, 2, 1), KVGroup(8, 1, 2))
+    scheduler = make_scheduler(request, num_blocks=30, groups=groups)
+    step(scheduler, 7)
+    assert scheduler.queues.cache.num_free_blocks == 30 - 5 - 9
+    step(scheduler, 7)
+    # The token at 33 can be repeated from 25 on, which reads from 18 on: blocks of 16 to 35.
+    assert scheduler.queues.cache.num_free_blocks == 30 - 5 - 5
 
 
 def test_a_prompt_that_does_not_fit_as_a_whole_waits() -> None:
