@@ -102,6 +102,10 @@ class BlockTable:
             return groups[0].held()
         return [block_id for group in groups for block_id in group.held()]
 
+    def block_hashes(self, units: int) -> list[BlockHash]:
+        """The hashes of the first full blocks of the first group, which have `units` units each."""
+        return self.hashes if units == 1 else self.hashes[units - 1 :: units]
+
     def fork(self) -> BlockTable:
         """An empty table for a sequence with the same tokens so far. The hashes are copied."""
         other = BlockTable(self.root, self.extras, len(self.groups))

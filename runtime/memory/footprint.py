@@ -63,6 +63,10 @@ class ModelFootprint:
     kv_bytes_per_unit: int = 0
     group_reason: str | None = None  # what the layers keep, see `describe_groups`
 
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block of the pool, of `block_size` tokens a unit."""
+        return (self.kv_bytes_per_unit or self.kv_bytes_per_token) * block_size
+
     @property
     def media_setting(self) -> str:
         """The setting of the size of the tables for embeddings."""

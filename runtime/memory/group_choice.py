@@ -9,7 +9,7 @@ from ostinato.conf.engine_config import EngineConfig
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, kv_groups
 
-__all__ = ("choose_groups", "describe_groups")
+__all__ = ("choose_groups", "describe_groups", "draft_groups")
 
 
 def choose_groups(
@@ -22,9 +22,19 @@ def choose_groups(
         model: the whole model.
         max_model_len: tokens of the longest sequence.
     """
-    if not model.kind.needs_kv_cache or _why_whole(config):
+    if not model.kind.needs_kv_cache or _why_whole(config, model):
         return WHOLE_CACHE
     return kv_groups(model.sliding_windows, max_model_len)
+
+
+def draft_groups(groups: tuple[KVGroup, ...]) -> tuple[KVGroup, ...]:
+    """The group of a draft model or a head, which has the block tables of its model's first group.
+
+    Args:
+        groups: those of the model.
+    """
+    assert not groups[0].window, "choose_groups knows of the draft model"
+    return (KVGroup(units=groups[0].units),)
 
 
 def describe_groups(
@@ -41,7 +51,7 @@ def describe_groups(
     if not num_windowed or not model.kind.needs_kv_cache:
         return None
     if groups == WHOLE_CACHE:
-        reason = _why_whole(config) or "no sequence is longer than the window"
+        reason = _why_whole(config, model) or "no sequence is longer than the window"
         return (
             f"KV groups: none. Every layer keeps all tokens, although {num_windowed} of "
             f"{len(model.sliding_windows)} have a window: {reason}"
@@ -58,14 +68,14 @@ def describe_groups(
     return f"KV groups: {', '.join(parts)}"
 
 
-def _why_whole(config: EngineConfig) -> str | None:
-    """Why layers with a window keep all tokens, whatever the model is. None = they need not."""
+def _why_whole(config: EngineConfig, model: ModelConfig) -> str | None:
+    """Why layers with a window keep all tokens. None = they need not."""
     cache = config.cache
     if cache.keep_all_tokens:
         return "cache.keep_all_tokens is set"
     if cache.has_tiers:
         key = "cache.disk_dir" if cache.disk_dir else "cache.host_gib"
         return f"{key} copies blocks that hold all layers"
-    if config.speculation.uses_model:
-        return "the draft model or head uses the same block tables"
+    if config.speculation.uses_model and 0 not in model.sliding_windows:
+        return "the draft model or head needs a block table of all tokens"
     return None

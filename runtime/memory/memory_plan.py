@@ -169,8 +169,9 @@ def plan_memory(
     length = model.max_model_len if max_model_len is None else max_model_len
     draft = model.draft
     draft_bytes = draft.kv_bytes_per_token if draft else 0
-    bytes_per_unit = (model.kv_bytes_per_unit or model.kv_bytes_per_token) + draft_bytes
-    bytes_per_block = bytes_per_unit * cache.block_size
+    bytes_per_block = model.block_bytes(cache.block_size)
+    if draft is not None:
+        bytes_per_block += draft.block_bytes(cache.block_size)
     reasons = [f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory"]
     if draft is not None:
         reason = (

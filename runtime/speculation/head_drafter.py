@@ -106,16 +106,17 @@ class HeadDrafter(GuessingDrafter):
 
     Args:
         head: the head.
-        block_size: tokens of a block.
+        block_size: tokens of a block of the target's first group (`KVGroup`).
         max_drafts: draft tokens of one sequence in one step, at most.
         max_num_tokens: tokens of the head's largest step.
         max_model_len: positions of a sequence that the head can have.
         texts: a drafter whose drafts from text go first, such as `TextDrafter`.
+        units: units of such a block.
         costs: the head's step-cost table; None = not measured.
         is_queued: the head's steps are queued, and their tokens stay on the device.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts, put together in one place
         self,
         head: DraftHead,
         *,
@@ -124,12 +125,14 @@ class HeadDrafter(GuessingDrafter):
         max_num_tokens: int,
         max_model_len: int,
         texts: Proposer,
+        units: int = 1,
         costs: CostTable | None = None,
         is_queued: bool = False,
     ) -> None:
         super().__init__(max_drafts, texts, is_queued=is_queued)
         self._head = head
         self._block_size = block_size
+        self._units = units
         self._max_num_tokens = max_num_tokens
         self._max_model_len = max_model_len
         self.costs = costs
@@ -303,15 +306,15 @@ class HeadDrafter(GuessingDrafter):
         The head has no hidden states before the position `begin`.
         """
         size, table = self._block_size, job.table
-        num_before = -(-begin // size)
-        if begin % size or not num_before or len(table.hashes) < num_before:
+        num_before, hashes = -(-begin // size), table.block_hashes(self._units)
+        if begin % size or not num_before or len(hashes) < num_before:
             return num_before
         last = self._whole.get(table.block_ids[num_before - 1])
         if last is None:
             return num_before
         for index in range(last.base, num_before):
             known = self._whole.get(table.block_ids[index])
-            if known != _Whole(table.hashes[index], last.base):
+            if known != _Whole(hashes[index], last.base):
                 return num_before
         return last.base
 
@@ -321,7 +324,7 @@ class HeadDrafter(GuessingDrafter):
 
     def _note_whole(self, row: _Row, job: DraftJob) -> None:
         """Note the full blocks as computed. A block without a hash is noted later."""
-        hashes = job.table.hashes
+        hashes = job.table.block_hashes(self._units)
         num_full = min(row.end // self._block_size, len(hashes))
         for index in range(row.num_whole, num_full):
             self._whole[job.table.block_ids[index]] = _Whole(hashes[index], row.base)

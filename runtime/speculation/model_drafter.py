@@ -58,11 +58,12 @@ class ModelDrafter(GuessingDrafter):
     Args:
         execute: runs a step of the draft model, whose KV cache has the target's number of blocks.
             The result has the drawn tokens, or negative numbers that stand for them.
-        block_size: tokens of a block.
+        block_size: tokens of a block of the target's first group (`KVGroup`).
         max_drafts: draft tokens of one sequence in one step, at most.
         max_num_tokens: tokens of the draft model's largest step.
         max_model_len: tokens of a sequence that the draft model can have.
         texts: a drafter whose drafts from text go first, such as `TextDrafter`.
+        units: units of such a block.
         costs: the draft model's step-cost table; None = not measured.
         is_queued: `execute` does not wait for the tokens.
         idle: called when the engine has no work.
@@ -78,6 +79,7 @@ class ModelDrafter(GuessingDrafter):
         max_num_tokens: int,
         max_model_len: int,
         texts: Proposer,
+        units: int = 1,
         costs: CostTable | None = None,
         is_queued: bool = False,
         idle: Callable[[], object] = lambda: None,
@@ -86,6 +88,7 @@ class ModelDrafter(GuessingDrafter):
         super().__init__(max_drafts, texts, is_queued=is_queued)
         self._execute = execute
         self._block_size = block_size
+        self._units = units
         self._max_num_tokens = max_num_tokens
         self._max_model_len = max_model_len
         self._max_blocks = -(-max_model_len // block_size)
@@ -223,7 +226,8 @@ class ModelDrafter(GuessingDrafter):
         They can have been computed for another sequence.
         """
         count = 0
-        for block_id, block_hash in zip(table.block_ids, table.hashes, strict=False):
+        hashes = table.block_hashes(self._units)
+        for block_id, block_hash in zip(table.block_ids, hashes, strict=False):
             if self._whole.get(block_id) != block_hash:
                 break
             count += 1
@@ -231,7 +235,8 @@ class ModelDrafter(GuessingDrafter):
 
     def _note_whole(self, row: _Row, table: BlockTable) -> None:
         """Note the full blocks as computed. A block without a hash is noted later."""
-        num_full = min(row.num_computed // self._block_size, len(table.hashes))
+        hashes = table.block_hashes(self._units)
+        num_full = min(row.num_computed // self._block_size, len(hashes))
         for index in range(row.num_whole, num_full):
-            self._whole[table.block_ids[index]] = table.hashes[index]
+            self._whole[table.block_ids[index]] = hashes[index]
         row.num_whole = max(row.num_whole, num_full)

@@ -80,7 +80,8 @@ def make_drafter(
     execute = _reading(executor)
     if is_queued:
         execute = DeviceDrafts(executor, rank.buffers, target.buffers).execute
-    block_size = plan.config.cache.block_size
+    units = plan.draft.source.kv_groups[0].units
+    block_size = plan.config.cache.block_size * units
     states, head = target.runner.hidden_states, rank.network
     if states is None:
         return ModelDrafter(
@@ -90,6 +91,7 @@ def make_drafter(
             max_num_tokens=limits.max_num_batched_tokens,
             max_model_len=own.max_model_len,
             texts=texts,
+            units=units,
             costs=finish_rank(rank, executor, timer),
             is_queued=is_queued,
             idle=executor.idle,
@@ -103,6 +105,7 @@ def make_drafter(
         max_num_tokens=limits.max_num_batched_tokens,
         max_model_len=own.max_model_len,
         texts=texts,
+        units=units,
         costs=finish_rank(rank, executor, timer),
         is_queued=is_queued,
     )

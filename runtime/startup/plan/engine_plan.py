@@ -252,9 +252,10 @@ def _draft_plan(plan: EnginePlan, *, is_here: bool) -> EnginePlan:
     source, config = plan.source.draft, draft_config(plan.config)
     assert source is not None, "there is a draft model"
     has_experts = source.config.has_experts
-    spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
+    spec = source.kv_cache_spec(config.cache.block_size)
     memory = dataclasses.replace(
         plan.memory,
+        groups=source.kv_groups,
         max_model_len=min(plan.memory.max_model_len, source.config.max_model_len),
         bytes_per_block=spec.bytes_per_block,
         bytes_per_token=spec.bytes_per_token,

@@ -47,7 +47,7 @@ from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.memory.group_choice import choose_groups
+from ostinato.runtime.memory.group_choice import choose_groups, draft_groups
 from ostinato.runtime.startup.plan.adapter_space import adapter_space
 from ostinato.runtime.startup.plan.audio_source import cross_space, read_audio
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
@@ -225,7 +225,7 @@ def part_of(source: ModelSource, shard: Shard) -> ModelSource:
 def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
     """The leader's part of a model, with its draft model or its head.
 
-    Both have the same block tables, so both keep all tokens.
+    The draft model keeps all tokens, in the blocks of the model's first group.
     """
     spec = draft.config.head
     if spec is not None:
@@ -238,8 +238,7 @@ def _with_draft(source: ModelSource, draft: ModelSource) -> ModelSource:
             )
         draft = dataclasses.replace(draft, tables=tables)
     inputs = NO_INPUTS if spec is None else spec.inputs(source.config.num_layers)
-    assert source.kv_groups == WHOLE_CACHE, "choose_groups knows of the draft model"
-    draft = dataclasses.replace(draft, kv_groups=WHOLE_CACHE)
+    draft = dataclasses.replace(draft, kv_groups=draft_groups(source.kv_groups))
     return dataclasses.replace(source, draft=draft, head_inputs=inputs)
 
 

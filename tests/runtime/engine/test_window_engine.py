@@ -5,6 +5,7 @@ The slow twin is the same engine with `cache.keep_all_tokens`.
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_other_engines_give_the_same_tokens(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_of_eight_bits_with_windows(name: str) -> None:
     assert generate(make_llm(name, "cache.dtype=int8")) == expected(name, "cache.dtype=int8")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2"])
+def test_a_draft_model_beside_windows(name: str, tmp_path: Path) -> None:
+    """The draft model is the model itself, so that most of its drafts are right."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    llm = make_llm(
+        name,
+        "speculation.method=draft",
+        f"speculation.model={tmp_path}",
+        "scheduler.max_num_seqs=4",
+    )
+    assert len(kv_groups_of(llm)) == 2
+    assert generate(llm) == expected(name)
+    drafts = llm.stats().speculation
+    assert drafts is not None
+    assert 0 < drafts.num_draft_tokens < 1.2 * drafts.num_accepted_tokens
 
 
 def test_beams_and_candidates_share_blocks_of_windows() -> None:

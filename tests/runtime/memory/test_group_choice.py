@@ -92,17 +92,32 @@ def test_a_model_with_windows_that_keeps_all_tokens_says_why(
     )
 
 
-def test_models_that_draft_keep_all_tokens_on_every_rank(tmp_path: Path) -> None:
-    draft = with_windows().engine.model.config
-    (tmp_path / "config.json").write_text(json.dumps(draft))
-    words = ("speculation.method=draft", f"speculation.model={tmp_path}", "parallel.tensor=2")
+def draft_words(directory: Path, model: RunConfig) -> tuple[str, ...]:
+    (directory / "config.json").write_text(json.dumps(model.engine.model.config))
+    return ("speculation.method=draft", f"speculation.model={directory}", "parallel.tensor=2")
+
+
+def test_a_draft_model_keeps_all_tokens_in_blocks_of_the_first_group(tmp_path: Path) -> None:
+    words = draft_words(tmp_path, with_windows())
     plans = [plan_of(with_windows(*words), rank) for rank in range(2)]
-    assert plans[0].draft is not None
+    assert [plan.source.kv_groups for plan in plans] == [GROUPS, GROUPS]
+    draft = plans[0].draft
+    assert draft is not None
     assert plans[1].draft is None
-    for plan in (*plans, plans[0].draft):
-        assert plan.source.kv_groups == plan.memory.groups == WHOLE_CACHE
-        assert plan.kv_cache_spec.bytes_per_block % 7 == 0  # all layers
-    assert reason(plans[1]).endswith("the draft model or head uses the same block tables")
+    assert draft.source.kv_groups == draft.memory.groups == (KVGroup(units=6),)
+    draft_bytes = 7 * 48 * LAYER_BYTES
+    assert draft.kv_cache_spec.bytes_per_block == draft.memory.bytes_per_block == draft_bytes
+    own_bytes = 48 * LAYER_BYTES // 2  # each rank has one head of the model
+    assert plans[0].memory.bytes_per_block == own_bytes + draft_bytes
+    assert plans[1].memory.bytes_per_block == own_bytes
+
+
+def test_a_model_that_keeps_no_token_for_its_draft_model(tmp_path: Path) -> None:
+    """If all layers have windows, the draft model would have no table of all tokens."""
+    words = draft_words(tmp_path, with_windows())
+    plan = plan_of(with_windows(*words, kinds=["sliding_attention"] * 2))
+    assert plan.source.kv_groups == plan.memory.groups == WHOLE_CACHE
+    assert reason(plan).endswith("the draft model or head needs a block table of all tokens")
 
 
 def test_drafts_from_text_leave_the_groups() -> None:

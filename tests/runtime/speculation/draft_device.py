@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from ostinato.conf.sections.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.memory.group_choice import draft_groups
 from ostinato.runtime.speculation.model_drafter import ModelDrafter
 from ostinato.runtime.speculation.proposer import Draft, DraftJob
 from ostinato.runtime.speculation.text_drafter import TextDrafter
@@ -22,8 +24,16 @@ class DraftDevice(SimulatedDevice):
     the same entries to a block that they share.
     """
 
-    def __init__(self, total_blocks: int, block_size: int, accuracy: float) -> None:
-        super().__init__(total_blocks, block_size)
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        accuracy: float,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+    ) -> None:
+        super().__init__(total_blocks, block_size, groups=draft_groups(groups))
+        # Its layers keep all tokens, and compute what the target's layers compute.
+        self.memory.windows = (groups[0].window, groups[-1].window)
         self.accuracy = accuracy
         self.num_tokens = 0
         self.num_drawn = self.num_unaltered = 0
@@ -37,7 +47,7 @@ class DraftDevice(SimulatedDevice):
         assert row.num_computed_tokens is None or entry.start <= row.num_computed_tokens
         row.tables[0] += entry.new_block_ids
         row.num_computed_tokens = entry.start + entry.num_new_tokens
-        assert row.num_computed_tokens <= len(row.tables[0]) * self.block_size
+        assert row.num_computed_tokens <= len(row.tables[0]) * self.memory.sizes[0]
 
     def _sample(self, entry: ScheduledSequence) -> list[int]:
         (token,) = super()._sample(entry)
@@ -67,13 +77,15 @@ class SimulatedDrafter(ModelDrafter):
         max_model_len: int,
         max_num_tokens: int = 64,
         costs: CostTable | None = None,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     ) -> None:
-        self.device = DraftDevice(total_blocks, block_size, accuracy)
+        self.device = DraftDevice(total_blocks, block_size, accuracy, groups)
         self.live: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
         super().__init__(
             self.device.execute,
-            block_size=block_size,
+            block_size=block_size * groups[0].units,
+            units=groups[0].units,
             max_drafts=3,
             max_num_tokens=max_num_tokens,
             max_model_len=max_model_len,

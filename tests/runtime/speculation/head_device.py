@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ostinato.conf.sections.speculation_schema import SpeculationConfig, SpeculationMethod
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.execution.hidden_states import KeptStates, Span
 from ostinato.runtime.speculation.head_drafter import HeadDrafter
 from ostinato.runtime.speculation.proposer import Draft
@@ -19,7 +20,7 @@ from ostinato.runtime.speculation.text_drafter import TextDrafter
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
 from tests.runtime.simulated_device import SimulatedDevice, to_token
-from tests.runtime.simulated_memory import mix
+from tests.runtime.simulated_memory import Digests
 
 _Hidden = tuple[tuple[int, int, int], ...]  # (token, position, salt) of all positions so far
 
@@ -34,8 +35,14 @@ class _Entry(NamedTuple):
 class TappedDevice(SimulatedDevice):
     """A target that gives the hidden states of its steps to a head."""
 
-    def __init__(self, total_blocks: int, block_size: int, head: SimulatedHead) -> None:
-        super().__init__(total_blocks, block_size)
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        head: SimulatedHead,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+    ) -> None:
+        super().__init__(total_blocks, block_size, groups=groups)
         self._head = head
 
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -57,8 +64,9 @@ class TappedDevice(SimulatedDevice):
 class SimulatedHead:
     """Implements `DraftHead`. The tensors of `states` hold indices into `_known`."""
 
-    def __init__(self, block_size: int, states: KeptStates) -> None:
+    def __init__(self, block_size: int, states: KeptStates, windows: tuple[int, int]) -> None:
         self._block_size = block_size
+        self._windows = windows
         self._states = states
         self._known: list[_Hidden] = []
         self._memory: dict[int, _Entry] = {}
@@ -135,13 +143,11 @@ class SimulatedHead:
         _, position, salt = last.hidden[-1]
         return (*last.hidden, (last.token, position + 1, salt))
 
-    @staticmethod
-    def _draw(hidden: _Hidden) -> int:
-        first = second = 0
+    def _draw(self, hidden: _Hidden) -> int:
+        first, second = map(Digests, self._windows)
         for entry in hidden:
-            first = mix(first, entry)
-            second = mix(second, first)
-        return to_token(second)
+            second.add(first.add(entry))
+        return to_token(second.digest)
 
 
 class SimulatedHeadDrafter(HeadDrafter):
@@ -154,15 +160,24 @@ class SimulatedHeadDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, *, block_size: int, max_model_len: int, max_num_tokens: int, states: KeptStates
+        self,
+        *,
+        block_size: int,
+        max_model_len: int,
+        max_num_tokens: int,
+        states: KeptStates,
+        groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     ) -> None:
-        self.simulated = SimulatedHead(block_size, states)
+        units = groups[0].units
+        windows = groups[0].window, groups[-1].window
+        self.simulated = SimulatedHead(block_size * units, states, windows)
         self.live: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
         method = SpeculationMethod.eagle3
         super().__init__(
             self.simulated,
-            block_size=block_size,
+            block_size=block_size * units,
+            units=units,
             max_drafts=3,
             max_num_tokens=max_num_tokens,
             max_model_len=max_model_len,

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.execution.hidden_state_pool import HiddenStatePool
 from ostinato.runtime.execution.hidden_states import HiddenStates, KeptStates
 from ostinato.runtime.types.params import SamplingParams
@@ -16,6 +17,10 @@ from tests.runtime.simulated_engine import SimulatedEngine
 from tests.runtime.speculation.head_device import SimulatedHeadDrafter, TappedDevice
 
 MAX_MODEL_LEN = 96
+GROUPS = [
+    (KVGroup(0, 3, 1), KVGroup(9, 1, 3)),  # more layers with a window than without
+    (KVGroup(0, 1, 3), KVGroup(9, 3, 1)),
+]
 
 
 def run_workload(
@@ -28,6 +33,7 @@ def run_workload(
     head_num_tokens: int = 64,
     seed: int = 5,
     states: KeptStates | None = None,
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE,
 ) -> tuple[SimulatedEngine, SimulatedHeadDrafter]:
     """Sixty requests that share beginnings; a third of them continue an earlier text."""
     generator = random.Random(seed)
@@ -36,6 +42,7 @@ def run_workload(
         max_model_len=head_model_len,
         max_num_tokens=head_num_tokens,
         states=states or HiddenStates(),
+        groups=groups,
     )
     engine = SimulatedEngine(
         total_blocks=total_blocks,
@@ -45,8 +52,9 @@ def run_workload(
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=prefix_caching,
         drafter=drafter,
+        groups=groups,
     )
-    engine.device = TappedDevice(total_blocks, 4, drafter.simulated)
+    engine.device = TappedDevice(total_blocks, 4, drafter.simulated, groups)
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
     for index in range(60):
         prompt = generator.choice(stems)[: generator.randint(1, 60 if index % 3 else 12)]
@@ -145,3 +153,13 @@ def test_nothing_is_drafted_past_the_heads_context() -> None:
     stats = engine.scheduler.drafts.stats
     assert 20 < stats.num_draft_tokens == engine.num_right_drafts
     assert drafter.simulated.longest == 24
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("total_blocks", [60, 200])
+def test_a_head_of_a_model_with_windows(total_blocks: int, groups: tuple[KVGroup, ...]) -> None:
+    """After a prefix hit that ends within a block, the head begins at the next block."""
+    engine, _ = run_workload(total_blocks=total_blocks, groups=groups, lookahead=True)
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    assert 100 < stats.num_draft_tokens == engine.num_right_drafts

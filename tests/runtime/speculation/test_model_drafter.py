@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
@@ -13,6 +14,10 @@ from tests.runtime.simulated_engine import SimulatedEngine
 from tests.runtime.speculation.draft_device import SimulatedDrafter
 
 MAX_MODEL_LEN = 96
+GROUPS = [
+    (KVGroup(0, 3, 1), KVGroup(9, 1, 3)),  # more layers with a window than without
+    (KVGroup(0, 1, 3), KVGroup(9, 3, 1)),
+]
 
 
 def run_workload(
@@ -24,6 +29,7 @@ def run_workload(
     lookahead: bool = False,
     draft_model_len: int = MAX_MODEL_LEN,
     draft_num_tokens: int = 64,
+    groups: tuple[KVGroup, ...] = WHOLE_CACHE,
 ) -> SimulatedEngine:
     """Forty requests that share beginnings; a third of them repeat an earlier prompt."""
     generator = random.Random(5)
@@ -33,6 +39,7 @@ def run_workload(
         accuracy=accuracy,
         max_model_len=draft_model_len,
         max_num_tokens=draft_num_tokens,
+        groups=groups,
     )
     engine = SimulatedEngine(
         total_blocks=total_blocks,
@@ -42,6 +49,7 @@ def run_workload(
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=prefix_caching,
         drafter=drafter,
+        groups=groups,
     )
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
     prompts: list[list[int]] = []
@@ -137,3 +145,14 @@ def test_nothing_is_drafted_past_the_draft_models_context() -> None:
     assert 20 < stats.num_draft_tokens == engine.num_right_drafts
     tables = [row.tables[0] for row in engine.drafter.device.rows.values()]
     assert max(map(len, tables)) == 24 // 4
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("total_blocks", [60, 200])
+def test_a_draft_model_beside_a_model_with_windows(
+    total_blocks: int, groups: tuple[KVGroup, ...]
+) -> None:
+    engine = run_workload(1.0, total_blocks=total_blocks, groups=groups, lookahead=True)
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    assert 100 < stats.num_draft_tokens == engine.num_right_drafts
