@@ -65,6 +65,9 @@ class LayerPlace(NamedTuple):
 def kv_groups(windows: Sequence[int], max_model_len: int) -> tuple[KVGroup, ...]:
     """The groups of a model's layers. If there are two, the second has the layers with a window.
 
+    The multiple of `block_size` is the one with which a sequence of the greatest length takes the
+    least memory.
+
     Args:
         windows: for each layer of the whole model, the tokens that it sees, as `paged_attention`
             takes them: 0 = all, -C = those of its chunk of C tokens.
@@ -77,12 +80,19 @@ def kv_groups(windows: Sequence[int], max_model_len: int) -> tuple[KVGroup, ...]
     num_full = len(windows) - num_windowed
     if not num_full:
         return (KVGroup(window),)
-    most, fewest = max(num_full, num_windowed), min(num_full, num_windowed)
-    ratio = min(-(-most // fewest), _MOST_UNITS)
-    small, large = (1, ratio), (ratio, 1)  # units and pieces
-    if num_full > num_windowed:
-        return KVGroup(0, *small), KVGroup(window, *large)
-    return KVGroup(0, *large), KVGroup(window, *small)
+    best, least = WHOLE_CACHE, float(len(windows) * max_model_len)
+    for ratio in range(1, _MOST_UNITS + 1):
+        small, large = (1, ratio), (ratio, 1)  # units and pieces
+        if num_full > num_windowed:
+            groups = KVGroup(0, *small), KVGroup(window, *large)
+        else:
+            groups = KVGroup(0, *large), KVGroup(window, *small)
+        # Tokens of one layer that a sequence of the greatest length has room for while it decodes.
+        kept = max_model_len / groups[0].units + window / groups[1].units
+        room = kept * ratio * num_slots(windows, groups)
+        if room < least:
+            best, least = groups, room
+    return best
 
 
 def layer_places(windows: Sequence[int], groups: tuple[KVGroup, ...]) -> list[LayerPlace]:

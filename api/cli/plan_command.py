@@ -149,6 +149,14 @@ def _sequence_bytes(memory: MemoryPlan) -> int:
     return memory.decoding_blocks(memory.max_model_len) * memory.bytes_per_block
 
 
+def _peak_text(memory: MemoryPlan) -> str:
+    """The memory of a sequence while its prompt is computed, if it is more than afterwards."""
+    peak = memory.sequence_blocks(memory.max_model_len) * memory.bytes_per_block
+    if peak == _sequence_bytes(memory):
+        return ""
+    return f", and up to {peak / _GIB:.3f} GiB while its prompt is computed"
+
+
 def _print(
     facts: dict[str, str],
     ranks: list[MemoryPlan],
@@ -195,8 +203,10 @@ def _print(
     holds = {
         "one token": f"{memory.bytes_per_token / 1024:,.1f} KiB of KV cache",
         "one block": f"{memory.bytes_per_block / 1024:,.1f} KiB",
-        "one sequence": f"{sequence_gib:.3f} GiB, when it has {memory.max_model_len:,} tokens",
-        "tokens": f"{memory.num_tokens:,} fit in the KV cache",
+        "one sequence": f"{sequence_gib:.3f} GiB, when it has {memory.max_model_len:,} tokens"
+        + _peak_text(memory),
+        "tokens": f"{memory.num_tokens:,} fit in the KV cache"
+        + (f", in sequences of {memory.max_model_len:,}" if len(memory.groups) > 1 else ""),
         "sequences": f"{memory.num_full_sequences:,.1f} of {memory.max_model_len:,} tokens fit",
     }
     for name, fact in holds.items():

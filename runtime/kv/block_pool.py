@@ -31,8 +31,7 @@ def hash_root(cache_salt: str = "", extra_keys: Sequence[str] = ()) -> BlockHash
 
     Args:
         cache_salt: chosen by the client.
-        extra_keys: names of other things that keys and values depend on: adapter, media, KV cache
-            group.
+        extra_keys: names of other things that keys and values depend on: adapter, media.
     """
     digest = blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for key in extra_keys:
@@ -186,6 +185,13 @@ class BlockPool:
                 ends = self._free_ends
                 _insert_free(ends.prev_free if block.hashes else ends, block)
                 self.num_free += 1
+
+    def renew(self, block_id: int) -> None:
+        """Let a free block with known contents be reused after all others, because it was used."""
+        block = self._blocks[block_id]
+        if block.ref_count == 0 and block.hashes:
+            _remove_free(block)
+            _insert_free(self._free_ends.prev_free, block)
 
     def get_cached(self, block_hash: BlockHash) -> int | None:
         """The id of a block with these contents, or None."""

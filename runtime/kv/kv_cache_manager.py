@@ -24,12 +24,12 @@ from ostinato.models.kv_groups import (
 )
 from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockPool, hash_blocks, hash_root
 from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks, media_extras
-from ostinato.runtime.kv.prefix_index import PrefixIndex, first_read
+from ostinato.runtime.kv.prefix_index import PrefixIndex, PrefixMatch, first_read
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
-__all__ = ("KVCacheManager", "NewBlocks", "PrefixMatch")
+__all__ = ("KVCacheManager", "NewBlocks")
 
 _UNLIMITED = 1 << 60
 
@@ -39,30 +39,6 @@ class NewBlocks(NamedTuple):
 
     block_ids: list[int]
     window_block_ids: list[int] = []  # noqa: RUF012 - never changed
-
-
-class PrefixMatch(NamedTuple):
-    """The longest known prefix of a sequence.
-
-    Attributes:
-        num_tokens: tokens that the device has. They are whole units.
-        groups: for each group, the blocks that hold the first tokens, so far as later tokens read
-            them. If the last block of a group is needed in part, it is copied.
-        places: places in the slower tiers that hold the blocks after these.
-    """
-
-    num_tokens: int
-    groups: list[GroupBlocks]
-    places: list[int] = []  # noqa: RUF012 - never changed
-
-    @property
-    def block_ids(self) -> list[int]:
-        """The ids of the first group."""
-        return self.groups[0].ids
-
-    def held(self) -> list[int]:
-        """All blocks of the match."""
-        return [block_id for group in self.groups for block_id in group.held()]
 
 
 class KVCacheManager:
@@ -179,17 +155,23 @@ class KVCacheManager:
         num_units = max_tokens // self.block_size
         self._hash_up_to(table, token_ids, num_units)
         num_found, groups = self._index.find(table.hashes, num_units)
-        match = PrefixMatch(num_found * self.block_size, groups, [])
-        if self.tiers is not None:
-            for block_hash in islice(table.hashes, num_found, num_units):
-                place = self.tiers.find(block_hash)
-                if place is None:
-                    break
-                match.places.append(place)
-        return match
+        match = PrefixMatch(num_found * self.block_size, groups)
+        if self.tiers is None:
+            return match
+        places: list[int] = []
+        for block_hash in islice(table.hashes, num_found, num_units):
+            place = self.tiers.find(block_hash)
+            if place is None:
+                break
+            places.append(place)
+        return match._replace(places=places)
 
     def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
-        """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs."""
+        """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs.
+
+        Blocks of a window that another sequence holds come on top, because the other sequence can
+        hold them for longer.
+        """
         missing = 0
         for index in range(len(self.groups)):
             missing += self._num_new(index, match, num_tokens)
@@ -208,8 +190,8 @@ class KVCacheManager:
     def _num_new(self, index: int, match: PrefixMatch, num_tokens: int) -> int:
         """Blocks of a group that a sequence with this match gets at its admission, besides them.
 
-        In a group with a window these are as many as it holds at once at most, without the shared
-        blocks that become its own. So its next steps need no further block.
+        In a group with a window these are the most that it holds at once, without the shared blocks
+        that become its own. So its next steps need no further block.
         """
         size, whole = self._sizes[index], self._whole_blocks(index, match)
         count = -(-num_tokens // size) - whole
@@ -229,7 +211,7 @@ class KVCacheManager:
 
         All blocks of a prompt are taken at once, even if its first chunk is small. So an admitted
         sequence has enough blocks until its first output token. In groups with a window these are
-        as many as it holds at once at most, because each later step frees as many as it needs.
+        the most that it holds at once, because each later step frees as many as it needs.
 
         Args:
             table: holds no blocks yet.
@@ -257,6 +239,8 @@ class KVCacheManager:
         table.num_registered = match.num_tokens // self.block_size
         if self.tiers is not None and table.num_kept is not None:
             self.tiers.on_hit(match.block_ids[: table.num_kept], table.hashes)
+        for _, _, source in in_part:
+            self._pool.renew(source)
         copies = [(source, table.groups[index].ids[at]) for index, at, source in in_part]
         return [(source, target) for source, target in copies if source != target]
 
@@ -278,7 +262,7 @@ class KVCacheManager:
         pairs = zip(self._sizes, table.groups, strict=True)
         return min(size * len(blocks.ids) for size, blocks in pairs)
 
-    def allocate(self, table: BlockTable, num_tokens: int, start: int = 0) -> NewBlocks | None:
+    def allocate(self, table: BlockTable, num_tokens: int, start: int) -> NewBlocks | None:
         """Extend a table so that it holds positions [0, num_tokens).
 
         Blocks that lie outside of their group's window are freed before.
@@ -426,6 +410,7 @@ class KVCacheManager:
             return
         counts: dict[int, int] = {}
         for table in tables:
+            self._check_shape(table)
             for block_id in table.held():
                 counts[block_id] = counts.get(block_id, 0) + 1
         for block_id in range(self.num_blocks + 1):
@@ -433,6 +418,15 @@ class KVCacheManager:
             if held != listed:
                 raise AssertionError(
                     f"KV cache: block {block_id} has {held} references and is in {listed} tables"
+                )
+
+    def _check_shape(self, table: BlockTable) -> None:
+        for group, blocks in zip(self.groups, table.groups, strict=True):
+            nulls = [index for index, one in enumerate(blocks.ids) if one == NULL_BLOCK_ID]
+            if nulls != list(range(blocks.num_freed)) or (nulls and not group.window):
+                raise AssertionError(
+                    f"KV cache: {table!r} has null blocks at {nulls}, and {blocks.num_freed} are "
+                    f"freed behind a window of {group.window}"
                 )
 
     def _hash_up_to(self, table: BlockTable, token_ids: Sequence[int], num_units: int) -> None:

@@ -10,17 +10,42 @@ In a group with a window, a prefix needs only the blocks that the token after it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockHash, BlockPool
 from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks
 
-__all__ = ("PrefixIndex", "first_read")
+__all__ = ("PrefixIndex", "PrefixMatch", "first_read")
 
 
 def first_read(window: int, position: int) -> int:
     """The first position that the token at `position` reads in a layer with this window."""
     return max(0, position - window + 1)
+
+
+class PrefixMatch(NamedTuple):
+    """The longest known prefix of a sequence.
+
+    Attributes:
+        num_tokens: tokens that the device has. They are whole units.
+        groups: for each group, the blocks that hold the first tokens, so far as later tokens read
+            them. If the last block of a group is needed in part, it is copied.
+        places: places in the slower tiers that hold the blocks after these.
+    """
+
+    num_tokens: int
+    groups: list[GroupBlocks]
+    places: list[int] = []  # noqa: RUF012 - never changed
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the first group."""
+        return self.groups[0].ids
+
+    def held(self) -> list[int]:
+        """All blocks of the match."""
+        return [block_id for group in self.groups for block_id in group.held()]
 
 
 class PrefixIndex:
@@ -65,11 +90,10 @@ class PrefixIndex:
                 block_ids.append(block_id)
             return len(block_ids), [GroupBlocks(block_ids)]
         found = num_units
-        for index, group in enumerate(self._groups):
-            if not group.window:
-                missing = (n for n in range(found) if self._get(index, hashes[n]) is None)
-                found = next(missing, found)
         indices = range(len(self._groups))
+        for index in indices:
+            if not self._groups[index].window:
+                found = self._longest(index, hashes, found)
         while (least := min(self._usable(index, hashes, found) for index in indices)) < found:
             found = least
         return found, [self._blocks(index, hashes, found) for index in indices]
@@ -109,19 +133,47 @@ class PrefixIndex:
     def _get(self, index: int, block_hash: BlockHash) -> int | None:
         return self._pool.get_cached(_key(index, block_hash))
 
+    def _holder(
+        self, index: int, hashes: Sequence[BlockHash], unit: int, *, is_copied: bool = False
+    ) -> int | None:
+        """A block with a unit and all units before it that are in the same block; None = no block.
+
+        A unit's hash names all tokens before it. So a block that is found by the hash of a later
+        unit has these units too, even if their hashes find another block, or none any more.
+        """
+        units = self._groups[index].units
+        end = min(unit // units * units + units, len(hashes))
+        for later in range(end - 1, unit - 1, -1):
+            block_id = self._get(index, hashes[later])
+            if block_id is not None and not (is_copied and block_id in self._fresh):
+                return block_id
+        return None
+
+    def _longest(self, index: int, hashes: Sequence[BlockHash], most: int) -> int:
+        """The first units, at most `most`, that a group without a window has all blocks for."""
+        units = self._groups[index].units
+        for begin in range(0, most, units):
+            end = min(begin + units, most)
+            while end > begin and self._holder(index, hashes, end - 1) is None:
+                end -= 1
+            if end < min(begin + units, most):
+                return end
+        return most
+
     def _usable(self, index: int, hashes: Sequence[BlockHash], num_units: int) -> int:
         """`num_units` if a group has what a prefix of this length needs. Otherwise a smaller number
         that is not below the next possible one."""
         window, units, _ = self._groups[index]
-        in_part = num_units % units
-        if in_part and self._get(index, hashes[num_units - 1]) in self._fresh:
-            return num_units - in_part
+        if num_units % units and self._holder(index, hashes, num_units - 1, is_copied=True) is None:
+            return num_units - 1
         if window:
             # The last unit is always taken, because the block that it is in is filled further.
             first = first_read(max(window, 2), num_units * self._block_size) // self._block_size
-            for unit in range(num_units - 1, first - 1, -1):
-                if self._get(index, hashes[unit]) is None:
+            unit = num_units - 1
+            while unit >= first:
+                if self._holder(index, hashes, unit) is None:
                     return unit
+                unit = unit // units * units - 1  # the last unit of the block before
         return num_units
 
     def _blocks(self, index: int, hashes: Sequence[BlockHash], num_units: int) -> GroupBlocks:
@@ -133,8 +185,9 @@ class PrefixIndex:
             num_freed = first // (units * self._block_size)
         blocks = GroupBlocks([NULL_BLOCK_ID] * num_freed, num_freed)
         for begin in range(num_freed * units, num_units, units):
-            # The last unit's hash names all tokens before it, so its block has them too.
-            block_id = self._get(index, hashes[min(begin + units, num_units) - 1])
+            is_copied = begin + units > num_units
+            last = min(begin + units, num_units) - 1
+            block_id = self._holder(index, hashes, last, is_copied=is_copied)
             assert block_id is not None, "the units of a prefix were found"
             blocks.ids.append(block_id)
         return blocks

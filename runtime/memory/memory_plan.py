@@ -44,6 +44,10 @@ __all__ = (
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB
+_SMALLER_STEP = (
+    "lower scheduler.max_num_batched_tokens, because layers with a window have blocks for a "
+    "whole step"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,12 @@ class MemoryPlan:
         a whole step. Only one sequence can have a whole step.
         """
         return sequence_blocks(self.groups, self.block_size, num_tokens, 1)
+
+    @property
+    def is_step_large(self) -> bool:
+        """Whether a longer sequence would fit if the largest step were smaller."""
+        more = self.longest_sequence + 1
+        return self.decoding_blocks(more) < self.sequence_blocks(more)
 
     def blocks_of_sequences(self, count: int) -> int:
         """The most blocks that `count` sequences of max_model_len hold at once."""
@@ -344,12 +354,16 @@ def _with_length(
             f"context: shortened from {plan.max_model_len} to {longest} tokens, "
             "because the KV cache holds no more; raise cache.memory_gib for longer sequences"
         )
+        if plan.is_step_large:
+            reason += f", or {_SMALLER_STEP}"
         return replace(plan, max_model_len=longest, reasons=(*plan.reasons, reason))
     length = plan.max_model_len if is_asked else plan.block_size
     need = (plan.sequence_blocks(length) + 1) * plan.bytes_per_block
     remedies: list[str] = []
     if longest > 0:
         remedies.append(f"lower model.max_model_len to at most {longest}")
+    if plan.is_step_large:
+        remedies.append(_SMALLER_STEP)
     if need <= room:
         remedies.append(f"set cache.memory_gib={math.ceil(need / GIB * 1000) / 1000:g}")
     else:

@@ -401,7 +401,7 @@ class DraftPlanner:
         if not missing:
             return count, NewBlocks([])
         if missing + num_running <= cache.num_free_blocks:
-            new_blocks = cache.allocate(table, needed)
+            new_blocks = cache.allocate(table, needed, sequence.num_computed_tokens - 1)
             assert new_blocks is not None, "blocks that were counted free cannot be allocated"
             return count, new_blocks
         return cache.num_tokens(table) - sequence.num_computed_tokens, NewBlocks([])

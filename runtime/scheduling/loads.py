@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.block_table import BlockTable
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.kv.prefix_index import PrefixMatch
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.types.step import BlockTransfer

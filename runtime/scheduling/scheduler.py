@@ -107,10 +107,11 @@ class Scheduler:
     ) -> None:
         needed = cache.sequence_blocks(max_model_len)
         if cache.num_blocks < needed:
+            step = ", lower scheduler.max_num_batched_tokens" if cache.has_windows else ""
             raise ValueError(
                 f"one sequence of max_model_len={max_model_len} tokens needs {needed} blocks, but "
                 f"the KV cache has {cache.num_blocks}; lower model.max_model_len to at most "
-                f"{cache.longest_sequence} or raise cache.memory_gib"
+                f"{cache.longest_sequence}{step} or raise cache.memory_gib"
             )
         self.max_model_len = max_model_len
         self.num_output_tokens = 0

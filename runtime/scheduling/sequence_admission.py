@@ -7,7 +7,7 @@ the new sequence.
 
 from __future__ import annotations
 
-from ostinato.runtime.kv.kv_cache_manager import PrefixMatch
+from ostinato.runtime.kv.prefix_index import PrefixMatch
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.queues import SequenceQueues
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus

@@ -196,7 +196,7 @@ class StepPlanner:
         new_blocks = _NO_BLOCKS
         start = sequence.num_computed_tokens
         if self._cache.has_windows:
-            # Other groups got blocks for all known tokens when the sequence was admitted.
+            # Groups without a window got blocks for all known tokens at the admission.
             taken = self._take_room(sequence, step, lambda one: self._blocks_to(one, start + limit))
             if taken is None:
                 return

@@ -146,6 +146,7 @@ class SimulatedEngine:
         self._check_images(output)
         self._check_ends(output)
         self._check_overlap(output)
+        self._check_windows()
         self.num_steps += 1
         self.num_copies += len(output.block_copies)
         self.scheduler.check_integrity()
@@ -331,6 +332,13 @@ class SimulatedEngine:
     def _is_beam(self, entry: ScheduledSequence) -> bool:
         request = self.requests[self.device.rows[entry.row].request_id]
         return request.sampling.use_beam_search
+
+    def _check_windows(self) -> None:
+        """No sequence holds more blocks of its own than `sequence_blocks` says."""
+        if self.cache.has_windows:
+            most = self.cache.sequence_blocks(self.max_model_len)
+            for sequence in self.scheduler.queues.running:
+                assert self.cache.num_reclaimable_blocks(sequence.block_table) <= most
 
     def _check_hashes(self) -> None:
         """Only blocks whose tokens have all arrived are registered for lookup."""

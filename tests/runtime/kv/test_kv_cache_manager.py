@@ -6,7 +6,8 @@ import pytest
 
 from ostinato.runtime.kv.block_pool import hash_root
 from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, NewBlocks, PrefixMatch
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, NewBlocks
+from ostinato.runtime.kv.prefix_index import PrefixMatch
 
 
 def make_cache(total_blocks: int = 11, *, prefix_caching: bool = True) -> KVCacheManager:
@@ -122,7 +123,7 @@ def test_output_tokens_fill_blocks_too() -> None:
     cache, first = make_cache(), Tokens(range(6))
     run_prompt(cache, first)
     first.ids += [70, 71]
-    assert cache.allocate(first.table, 8) == NewBlocks([])
+    assert cache.allocate(first.table, 8, 0) == NewBlocks([])
     compute(cache, first, 7)
     follow_up = Tokens([*range(6), 70, 71, 80])
     assert match(cache, follow_up) == [1]
@@ -176,11 +177,11 @@ def test_a_shortage_changes_nothing() -> None:
 def test_allocate_extends_a_table_by_whole_blocks() -> None:
     cache, sequence = make_cache(total_blocks=4), Tokens(range(4))
     run_prompt(cache, sequence)
-    assert cache.allocate(sequence.table, 4) == NewBlocks([])
-    assert cache.allocate(sequence.table, 5) == NewBlocks([2])
-    assert cache.allocate(sequence.table, 8) == NewBlocks([])
-    assert cache.allocate(sequence.table, 13) is None
-    assert cache.allocate(sequence.table, 9) == NewBlocks([3])
+    assert cache.allocate(sequence.table, 4, 0) == NewBlocks([])
+    assert cache.allocate(sequence.table, 5, 0) == NewBlocks([2])
+    assert cache.allocate(sequence.table, 8, 0) == NewBlocks([])
+    assert cache.allocate(sequence.table, 13, 0) is None
+    assert cache.allocate(sequence.table, 9, 0) == NewBlocks([3])
     assert sequence.table.block_ids == [1, 2, 3]
 
 

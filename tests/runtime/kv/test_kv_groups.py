@@ -118,3 +118,21 @@ def test_a_block_is_not_copied_in_the_step_that_fills_it() -> None:
     assert match.groups[0].ids == first.groups[0].ids[:1]
     cache.begin_step()
     assert cache.match_prefix(table, token_ids, 20).num_tokens == 20
+
+
+def test_a_copied_block_is_found_after_its_source_is_gone() -> None:
+    """The last unit's hash finds the copy. Its first units have hashes that found the source."""
+    cache = KVCacheManager(41, UNIT, groups=GROUPS, step_tokens=64)
+    cache.free(fill(cache, list(range(20))))
+    token_ids = [*range(20), *range(50, 66)]
+    table = fill(cache, token_ids)  # its second full block is a copy
+    cache.begin_step()
+    for first in (100, 200, 300):  # these evict what no table holds
+        cache.free(fill(cache, list(range(first, first + 40))))
+    assert cache.num_evictions > 0
+    cache.begin_step()
+    other = cache.new_table(len(token_ids) + 1)
+    assert cache.match_prefix(other, [*token_ids, 9], len(token_ids)).num_tokens == 36
+    shorter = cache.match_prefix(cache.new_table(21), [*range(20), 9], 20)
+    assert shorter.num_tokens == 0  # the windowed blocks of its end are gone
+    cache.free(table)

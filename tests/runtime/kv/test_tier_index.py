@@ -112,7 +112,7 @@ def test_a_block_that_an_output_fills_is_not_copied_in_the_same_step(cause: str)
     assert cache.admit(first, cache.match_prefix(first, [], 0), 4) is not None
     cache.register(first, [1, 2, 3, 4], 4)
     assert index.take_stores() == []
-    assert cache.allocate(first, 8) is not None
+    assert cache.allocate(first, 8, 0) is not None
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     cache.register(first, tokens, 8)  # the step computes the last output token, 8
     if cause == "hit":
