@@ -3,7 +3,7 @@
 A layer with a window of W tokens reads no key or value that is W or more tokens old. A layer
 without one reads all of them. So a model with both kinds keeps two block tables for each sequence,
 one for each kind of layer, and frees the blocks of the second kind as its sequence moves on. The
-idea is that of vLLM's hybrid KV cache manager (its PR 13296); the layout here is another one.
+idea is that of vLLM's hybrid KV cache manager (its issue 11382); the layout here is another one.
 
 Both tables take their blocks from one pool, so a block must have the same size in bytes whatever it
 holds. The kind with more layers has blocks of `block_size` tokens. The kind with fewer layers has
@@ -12,7 +12,7 @@ blocks of a multiple of that. A model with 5 layers without and 29 layers with a
     5 layers * 96 tokens = 480 and 29 layers * 16 tokens = 464, in a block with room for 480.
 
 In memory, the keys (and the values) of all blocks are `num_slots` tensors. A slot belongs to one
-layer of the smaller kind, and to `blocks_per_page` layers of the larger kind.
+layer of the smaller kind, and to `KVGroup.pieces` layers of the larger kind.
 """
 
 from __future__ import annotations
