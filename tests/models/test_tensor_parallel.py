@@ -295,7 +295,7 @@ def test_all_ranks_run_the_programs_of_the_first_one_captured(tmp_path: Path) ->
         buffers = StaticBuffers(
             max_num_tokens=64,
             max_num_seqs=driver.max_seqs,
-            max_blocks_per_seq=driver.max_blocks,
+            max_blocks_per_seq=-(-driver.max_len // driver.block_size),
             block_size=driver.block_size,
             device=CPU,
         )
