@@ -252,10 +252,12 @@ class KVCacheManager:
 
     def num_missing(self, table: BlockTable, num_tokens: int) -> int:
         """Blocks that a table lacks for positions [0, num_tokens)."""
-        missing = 0
-        for size, blocks in zip(self._sizes, table.groups, strict=True):
-            missing += max(0, -(-num_tokens // size) - len(blocks.ids))
-        return missing
+        return sum(self._missing(table, num_tokens))
+
+    def _missing(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """Blocks that each group of a table lacks for positions [0, num_tokens)."""
+        pairs = zip(self._sizes, table.groups, strict=True)
+        return [max(0, -(-num_tokens // size) - len(blocks.ids)) for size, blocks in pairs]
 
     def num_tokens(self, table: BlockTable) -> int:
         """Positions that a table has blocks for, counted from the first."""
@@ -269,7 +271,7 @@ class KVCacheManager:
 
         Args:
             table: the sequence's table.
-            num_tokens: known tokens of the sequence after the step that is planned.
+            num_tokens: positions that the table has blocks for afterwards, at least.
             start: the first position that the step computes.
 
         Returns:
@@ -285,11 +287,12 @@ class KVCacheManager:
                 return None
             ids += block_ids
             return NewBlocks(block_ids)
-        if self.num_missing(table, num_tokens) > self._pool.num_free:
+        counts = self._missing(table, num_tokens)
+        if sum(counts) > self._pool.num_free:
             return None
         appended: list[list[int]] = []
-        for size, blocks in zip(self._sizes, table.groups, strict=True):
-            taken = self._pool.allocate(max(0, -(-num_tokens // size) - len(blocks.ids)))
+        for count, blocks in zip(counts, table.groups, strict=True):
+            taken = self._pool.allocate(count)
             assert taken is not None, "blocks that were counted free cannot be allocated"
             blocks.ids += taken
             appended.append(taken)

@@ -216,8 +216,7 @@ class StepPlanner:
         self._plan_chunk(sequence, limit, new_blocks, step)
 
     def _next_block(self, sequence: Sequence) -> NewBlocks | None:
-        start = sequence.num_computed_tokens
-        return self._cache.allocate(sequence.block_table, start + 1, start)
+        return self._blocks_to(sequence, sequence.num_computed_tokens + 1)
 
     def _blocks_to(self, sequence: Sequence, end: int) -> NewBlocks | None:
         """Blocks for the positions up to `end`, without those outside of the windows."""
