@@ -35,6 +35,7 @@ __all__ = (
     "PlannedBackend",
     "PlannedTable",
     "backends_of",
+    "first_seen",
     "load_backend",
     "paged_attention",
     "select_backend",
@@ -224,6 +225,18 @@ _NAMES = tuple(name.value for name in AttentionBackendName if name is not Attent
 # mix. It takes more head sizes and dtypes. Its kernels build in seconds, without a CUDA toolkit.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flashinfer", "reference")}
 _loaded: dict[str, AttentionBackend] = {}
+
+
+def first_seen(position: int, sliding_window: int) -> int:
+    """The first position whose key the row at `position` sees.
+
+    Args:
+        position: of the row, in its sequence.
+        sliding_window: of the layer, as for `paged_attention`.
+    """
+    if sliding_window < 0:
+        return position - position % -sliding_window
+    return max(0, position + 1 - sliding_window) if sliding_window else 0
 
 
 def backends_of(device_type: str) -> tuple[str, ...]:

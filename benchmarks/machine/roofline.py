@@ -18,6 +18,7 @@ from torch import nn
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers.vocabulary_layers import Embedding
 from ostinato.models.registry import build_model
+from ostinato.ops.attention import first_seen
 
 __all__ = ("Machine", "ModelSizes", "sizes_of")
 
@@ -73,7 +74,7 @@ class ModelSizes:
         windows = self.windows or {0: 1}
         num_layers = sum(windows.values())
         num_read = sum(
-            count * (end - _first_key(window, start)) for window, count in windows.items()
+            count * (end - first_seen(start, window)) for window, count in windows.items()
         )
         num_pairs = sum(
             count * (_num_pairs(window, end) - _num_pairs(window, start))
@@ -83,13 +84,6 @@ class ModelSizes:
             num_read * self.kv_bytes_per_token // num_layers,
             4 * num_pairs * self.attention_size // num_layers,
         )
-
-
-def _first_key(window: int, position: int) -> int:
-    """The first position that a position sees."""
-    if window < 0:
-        return position - position % -window
-    return max(0, position - window + 1) if window else 0
 
 
 def _num_pairs(window: int, end: int) -> int:

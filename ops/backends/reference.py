@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.ops.attention import AttentionMetadata, AttentionSpec
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec, first_seen
 from ostinato.ops.rope import rotate_heads
 
 __all__ = ("BACKEND",)
@@ -90,7 +90,7 @@ class ReferenceBackend:
                 .flatten(1, 2)[:, :length]
                 for cache, size in ((k_cache, k.shape[2]), (v_cache, v.shape[2]))
             )
-            first = _first_seen(length - (end - begin), sliding_window)
+            first = first_seen(length - (end - begin), sliding_window)
             # Blocks outside of the window can be those of other sequences, and 0 * NaN is NaN.
             values = values.index_fill(1, torch.arange(first, device=q.device), 0.0)
             queries = q[begin:end].float().transpose(0, 1)  # [Hq, rows, D]
@@ -145,13 +145,6 @@ class ReferenceBackend:
             weights = logits.softmax(-1)[:, None]
             out[row] = (weights @ values).squeeze(1).to(q.dtype)
         return out
-
-
-def _first_seen(position: int, sliding_window: int) -> int:
-    """The first key that the row at a position sees."""
-    if sliding_window < 0:
-        return position - position % -sliding_window
-    return max(0, position + 1 - sliding_window) if sliding_window else 0
 
 
 def _stored(tensor: Tensor) -> Tensor:
