@@ -34,6 +34,7 @@ HostBuffers = StepTensors[np.ndarray]
 """NumPy views of the host memory, as large as the largest step."""
 
 _ADAPTER_SLOTS = "adapter_slots"
+_STATE_SLOTS = "state_slots"
 _WINDOW_TENSORS = frozenset(("window_block_table", "window_slot_mapping"))
 _ALIGNMENT = 64  # bytes; for aligned vector loads, and FlashInfer asks for 16
 
@@ -74,6 +75,7 @@ class StaticBuffers:
         has_adapters: bool = False,
         groups: tuple[KVGroup, ...] = WHOLE_CACHE,
         max_window_blocks_per_seq: int = 0,
+        has_states: bool = False,
     ) -> None:
         """
         Args:
@@ -94,6 +96,7 @@ class StaticBuffers:
             has_adapters: whether steps can have adapters: `adapter_slots` is allocated.
             groups: the KV groups of the model. With two, the second block table is allocated.
             max_window_blocks_per_seq: B', blocks of the longest sequence, of `groups[1]`.
+            has_states: whether the model has recurrent layers: `state_slots` is allocated.
         """
         self.groups = groups
         self.block_size = block_size
@@ -103,6 +106,7 @@ class StaticBuffers:
         self._table = table
         absent = frozenset[str]() if len(groups) > 1 else _WINDOW_TENSORS
         absent |= set[str]() if has_adapters else {_ADAPTER_SLOTS}
+        absent |= set[str]() if has_states else {_STATE_SLOTS}
         self._specs = {
             name: spec for name, spec in tensor_specs(table).items() if name not in absent
         }

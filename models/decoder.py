@@ -33,6 +33,7 @@ from ostinato.models.layers.position_tables import (
     RotaryEmbedding,
     TemperatureTable,
 )
+from ostinato.models.layers.recurrent_mixers import RecurrentMixer, build_mixer
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import (
     CROSS,
@@ -76,13 +77,17 @@ class DecoderBlock(DecoderLayer):
         self.residual = residual
         if residual is not Residual.post_norm:
             self.attention_norm = build_norm(config, options)
-        attention = Attention if config.latent is None else LatentAttention
-        self.self_attn = attention(
-            config,
-            options,
-            sliding_window=config.sliding_windows[layer],
-            rope_kind=config.rope_kind(layer),
-        )
+        recurrent = config.recurrent
+        if recurrent is not None and recurrent.layers[layer]:
+            self.mixer = build_mixer(config, options)
+        else:
+            attention = Attention if config.latent is None else LatentAttention
+            self.self_attn = attention(
+                config,
+                options,
+                sliding_window=config.sliding_windows[layer],
+                rope_kind=config.rope_kind(layer),
+            )
         if residual not in (Residual.post_norm, Residual.parallel_one_norm):
             self.mlp_norm = build_norm(config, options)
         moe = config.moe if config.moe is not None and config.moe.layers[layer] else None
@@ -115,6 +120,11 @@ class DecoderBlock(DecoderLayer):
         media_rows = _rows_of(_media_rows(step.tensors), rows)
         return add_table_rows(result, self.media_table, media_rows.view(-1))
 
+    @property
+    def token_mixer(self) -> Attention | LatentAttention | RecurrentMixer:
+        """What computes a token from the earlier ones: attention, or a recurrent mixer."""
+        return self.self_attn if "self_attn" in self._modules else self.mixer
+
     def _block(
         self,
         hidden: Tensor,
@@ -128,25 +138,26 @@ class DecoderBlock(DecoderLayer):
             slots = _rows_of(slots, rows)
         if self.residual is Residual.sequential:
             normal = self.attention_norm(hidden)
-            hidden = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
+            hidden = self.token_mixer(normal, step, k_cache, v_cache, hidden, rows)
             if self.cross_attn is not None and self.cross_norm is not None:
                 hidden = self.cross_attn(self.cross_norm(hidden), step, hidden, rows)
             return self.mlp(self.mlp_norm(hidden), hidden, slots)
         if self.residual in (Residual.post_norm, Residual.sandwich):
             is_sandwich = self.residual is Residual.sandwich
             normal = self.attention_norm(hidden) if is_sandwich else hidden
-            attended = self.self_attn(normal, step, k_cache, v_cache, None, rows)
+            attended = self.token_mixer(normal, step, k_cache, v_cache, None, rows)
             hidden = self.attention_out_norm(attended, _rows_of(hidden, rows))
             normal = self.mlp_norm(hidden) if is_sandwich else hidden
             return self.mlp_out_norm(self.mlp(normal, None, slots), hidden)
         normal = self.attention_norm(hidden)
-        attended = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
+        attended = self.token_mixer(normal, step, k_cache, v_cache, hidden, rows)
         if self.residual is Residual.parallel_one_norm:
             return self.mlp(_rows_of(normal, rows), attended, slots)
         return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended, slots)
 
     def few_rows(self) -> FewRowsBlock | None:
         has_more = self.media_table is not None or self.cross_attn is not None
+        has_more = has_more or isinstance(self.token_mixer, RecurrentMixer)
         if self.residual is not Residual.sequential or has_more:
             return None
         return FewRowsBlock.of(self.attention_norm, self.self_attn, self.mlp_norm, self.mlp)
@@ -158,7 +169,7 @@ class DecoderBlock(DecoderLayer):
             self.residual,
             self.media_table is not None,
             *(norm.static_key for norm in norms),
-            *self.self_attn.static_key(),
+            *self.token_mixer.static_key(),
             *(() if self.cross_attn is None else self.cross_attn.static_key()),
             *self.mlp.static_key(),
         )

@@ -1,4 +1,7 @@
-"""The shapes of a model's KV cache and of its caches for cross attention, and their allocation."""
+"""The shapes and the allocation of what a model keeps of earlier tokens.
+
+These are the KV cache, the states of recurrent layers, and the caches of cross attention.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from torch import Tensor
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, layer_places, num_slots
 from ostinato.models.weight_methods.huge_pages import zeroed
 
-__all__ = ("CrossSpace", "KVCache", "KVCacheSpec")
+__all__ = ("CrossSpace", "KVCache", "KVCacheSpec", "RecurrentCache")
 
 _SCALE_BYTES = 4
 
 
 class KVCache(list[tuple[Tensor, Tensor]]):
     """For each layer (k_cache, v_cache), each [blocks, num_kv_heads, tokens, E] and contiguous.
+
+    A recurrent layer has (conv_state, state) in their place; see `RecurrentCache`.
 
     E is the size of a key or of a value. In int8 it is larger by 4 elements, for the float32 scale
     of each key and value. The backend chooses where in a block the scales are.
@@ -41,10 +46,39 @@ class KVCache(list[tuple[Tensor, Tensor]]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentCache:
+    """What the recurrent layers of a stage keep: for each layer, a row for every slot.
+
+    A sequence has a slot in place of blocks. Slot 0 stands for a sequence that begins; it is never
+    written.
+    """
+
+    layers: tuple[bool, ...]  # of the stage: whether a layer is recurrent
+    conv: tuple[int, int]  # (width - 1, channels), in `conv_dtype`
+    state: tuple[int, ...]  # float32; empty = only the inputs of the convolution are kept
+    conv_dtype: torch.dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot over all layers."""
+        state = math.prod(self.state) * 4 if self.state else 0
+        return sum(self.layers) * (math.prod(self.conv) * self.conv_dtype.itemsize + state)
+
+    def allocate(self, num_slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tensors of one layer, zeroed: [num_slots, *conv] and [num_slots, *state] float32.
+
+        Without a state the second has no elements.
+        """
+        conv = _zeros((num_slots, *self.conv), self.conv_dtype, device)
+        state = (num_slots, *self.state) if self.state else (0,)
+        return conv, _zeros(state, torch.float32, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
     """The shape of a model's KV cache; `block_size` is the engine's choice."""
 
-    num_layers: int
+    num_layers: int  # with attention
     num_kv_heads: int
     head_dim: int  # of keys
     value_dim: int = 0  # of values; 0 = head_dim
@@ -52,6 +86,7 @@ class KVCacheSpec:
     dtype: torch.dtype
     windows: tuple[int, ...] = ()  # of each layer, as `kv_groups` takes them; empty = all 0
     groups: tuple[KVGroup, ...] = WHOLE_CACHE  # those of the whole model
+    recurrent: RecurrentCache | None = None  # what other layers keep
 
     @property
     def place_sizes(self) -> tuple[int, int]:
@@ -81,8 +116,14 @@ class KVCacheSpec:
         """Tokens of a layer that a slot's part of a block has room for; equal for all groups."""
         return self.block_size * self.groups[0].units * self.groups[0].pieces
 
-    def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
-        """The cache itself, zeroed. Block 0 is the null block, which no sequence owns."""
+    def allocate(self, num_blocks: int, device: torch.device, num_states: int = 0) -> KVCache:
+        """The cache itself, zeroed. Block 0 is the null block, which no sequence owns.
+
+        Args:
+            num_blocks: blocks of the pool.
+            device: where it is.
+            num_states: slots of recurrent layers, slot 0 included.
+        """
         pages = [
             tuple(
                 _zeros((num_blocks, self.num_kv_heads, self._page_tokens, size), self.dtype, device)
@@ -100,6 +141,12 @@ class KVCacheSpec:
                 for page in pages[place.slot]
             )
             layers.append((k_cache[place.piece :], v_cache[place.piece :]))
+        if self.recurrent is not None:
+            attention = iter(layers)
+            layers = [
+                self.recurrent.allocate(num_states, device) if is_recurrent else next(attention)
+                for is_recurrent in self.recurrent.layers
+            ]
         return KVCache(layers, [side for page in pages for side in page])
 
 

@@ -201,6 +201,9 @@ class StepTensors(Generic[Array]):
     ] = None
     # [T]; like `slot_mapping`, for the layers with a window. None = as above.
     window_slot_mapping: Annotated[Array | None, _PER_TOKEN] = None
+    # [S, 4]; the slots in which recurrent layers keep the states of each sequence; its columns are
+    # in ops/recurrent/states.py. None = no layer is recurrent.
+    state_slots: Annotated[Array | None, TensorSpec(sizes=(Size.seqs, 4), dtype=torch.int32)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

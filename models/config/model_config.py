@@ -20,8 +20,9 @@ from ostinato.models.config.hf_source import HFModelSource
 from ostinato.models.config.latent_spec import LatentSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config.recurrent_spec import RecurrentSpec
 from ostinato.models.config.vision_config import VisionConfig
-from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.kv_cache import KVCacheSpec, RecurrentCache
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.models.sharding import WHOLE, Shard, why_indivisible
 from ostinato.models.step_tensors import DEFAULT_ROPE
@@ -83,6 +84,7 @@ class ModelConfig:
     value_dim: int = 0  # of a head of values; 0 = head_dim
     latent: LatentSpec | None = None  # of a model with multi-head latent attention
     moe: MoESpec | None = None  # the experts of a mixture-of-experts model
+    recurrent: RecurrentSpec | None = None  # what some layers have in place of attention
     position_offset: int = 0  # the learned position of a sequence's first token
     local_rope: Rope | None = None  # a second rotary embedding
     rope_kinds: tuple[str | None, ...] = ()  # per layer, see `rope_kind`
@@ -111,6 +113,14 @@ class ModelConfig:
     # For each pair of rotated elements, the axis of its position: 0 = time, 1 = row, 2 = column
     # (M-RoPE, arXiv:2409.12191). Empty = a token has one position.
     rope_axes: tuple[int, ...] = ()
+
+    @property
+    def attention_windows(self) -> tuple[int, ...]:
+        """The `sliding_windows` of the layers with attention."""
+        if self.recurrent is None:
+            return self.sliding_windows
+        pairs = zip(self.sliding_windows, self.recurrent.layers, strict=True)
+        return tuple(window for window, is_recurrent in pairs if not is_recurrent)
 
     @property
     def has_experts(self) -> bool:
@@ -186,6 +196,7 @@ class ModelConfig:
         block_size: int,
         dtype: torch.dtype,
         *,
+        activation_dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
         groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     ) -> KVCacheSpec:
@@ -194,20 +205,33 @@ class ModelConfig:
         Args:
             block_size: tokens per block.
             dtype: the dtype of keys and values.
+            activation_dtype: the dtype of the inputs that recurrent layers keep; None = `dtype`.
             shard: the rank whose heads and layers are cached.
             groups: those of the whole model, with the same windows.
         """
+        activation_dtype = activation_dtype or dtype
         layers = shard.layers(self.num_layers)
         num_kv_heads = shard.kv_heads(self.num_kv_heads).size if self.kind.needs_kv_cache else 0
+        windows = self.sliding_windows[layers.start : layers.start + layers.size]
+        recurrent = None
+        if self.recurrent is not None:
+            mask = self.recurrent.layers[layers.start : layers.start + layers.size]
+            pairs = zip(windows, mask, strict=True)
+            windows = tuple(window for window, is_recurrent in pairs if not is_recurrent)
+            shapes = self.recurrent.shapes(shard)
+            recurrent = RecurrentCache(
+                layers=mask, conv=shapes.conv, state=shapes.state, conv_dtype=activation_dtype
+            )
         return KVCacheSpec(
-            num_layers=layers.size,
+            num_layers=len(windows),
             num_kv_heads=num_kv_heads,
             head_dim=self.head_dim,
             value_dim=self.value_dim,
             block_size=block_size,
             dtype=dtype,
-            windows=self.sliding_windows[layers.start : layers.start + layers.size],
+            windows=windows,
             groups=groups,
+            recurrent=recurrent,
         )
 
     def attention_spec(

@@ -1,0 +1,81 @@
+"""The recurrent mixers that some layers of a model have in place of attention, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.models.sharding import WHOLE, Shard
+
+__all__ = ("DeltaSpec", "RecurrentSpec", "ShortConvSpec", "StateShapes", "StateSpaceSpec")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShapes:
+    """What a recurrent layer keeps for a sequence."""
+
+    conv: tuple[int, int]  # the last inputs of the convolution: (width - 1, channels)
+    state: tuple[int, ...] = ()  # float32; empty = only the inputs of the convolution are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """A gated delta net (arXiv:2412.06464), as in Qwen3-Next."""
+
+    layers: tuple[bool, ...]  # of the whole model: whether a layer is recurrent
+    num_k_heads: int  # of queries and of keys
+    num_v_heads: int
+    k_dim: int  # of a head
+    v_dim: int
+    conv_width: int
+
+    def shapes(self, shard: Shard = WHOLE) -> StateShapes:
+        """What a layer keeps for a sequence on one rank."""
+        keys = shard.span(self.num_k_heads, "linear_num_key_heads").size
+        values = shard.span(self.num_v_heads, "linear_num_value_heads").size
+        channels = 2 * keys * self.k_dim + values * self.v_dim
+        return StateShapes(
+            conv=(self.conv_width - 1, channels), state=(values, self.k_dim, self.v_dim)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """A gated short convolution, as in LFM2 (arXiv:2511.23404)."""
+
+    layers: tuple[bool, ...]  # of the whole model: whether a layer is recurrent
+    channels: int
+    conv_width: int
+    has_bias: bool  # of the convolution and of both projections
+
+    def shapes(self, shard: Shard = WHOLE) -> StateShapes:
+        """What a layer keeps for a sequence on one rank."""
+        channels = shard.span(self.channels, "hidden_size").size
+        return StateShapes(conv=(self.conv_width - 1, channels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpaceSpec:
+    """A Mamba-2 mixer (arXiv:2405.21060)."""
+
+    layers: tuple[bool, ...]  # of the whole model: whether a layer is recurrent
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    has_conv_bias: bool
+    has_bias: bool  # of both projections
+    step_limits: tuple[float, float]  # the smallest and the largest time step
+
+    def shapes(self, shard: Shard = WHOLE) -> StateShapes:
+        """What a layer keeps for a sequence on one rank."""
+        heads = shard.span(self.num_heads, "mamba_n_heads").size
+        groups = shard.span(self.num_groups, "mamba_n_groups").size
+        channels = heads * self.head_dim + 2 * groups * self.state_size
+        return StateShapes(
+            conv=(self.conv_width - 1, channels), state=(heads, self.head_dim, self.state_size)
+        )
+
+
+RecurrentSpec = DeltaSpec | ShortConvSpec | StateSpaceSpec
+"""The recurrent mixer of a model; a model has at most one kind."""
