@@ -52,6 +52,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     is_repeated: bool = False
     # Appended to the row's second block table, which layers with a window read (`KVGroup`).
     new_window_block_ids: list[int] = []
+    # (read, write, checkpoint, checkpoint_tokens), see ops/recurrent/states.py. None = no layer is
+    # recurrent.
+    state_slots: tuple[int, int, int, int] | None = None
 
     @property
     def num_drafts(self) -> int:
