@@ -172,6 +172,8 @@ class ModelConfig:
             sizes["intermediate size of an expert"] = self.moe.intermediate_size
             if self.moe.shared_size:
                 sizes["intermediate size of the shared expert"] = self.moe.shared_size
+        if self.recurrent is not None:
+            sizes |= self.recurrent.divided
         return why_indivisible(ranks, self.num_kv_heads, sizes)
 
     def why_unstageable(self, stages: int) -> str | None:

@@ -28,6 +28,14 @@ class DeltaSpec:
     v_dim: int
     conv_width: int
 
+    @property
+    def divided(self) -> dict[str, int]:
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
+        return {
+            "linear_num_key_heads": self.num_k_heads,
+            "linear_num_value_heads": self.num_v_heads,
+        }
+
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
         keys = shard.span(self.num_k_heads, "linear_num_key_heads").size
@@ -46,6 +54,11 @@ class ShortConvSpec:
     channels: int
     conv_width: int
     has_bias: bool  # of the convolution and of both projections
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
+        return {"hidden_size": self.channels}
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
@@ -66,6 +79,11 @@ class StateSpaceSpec:
     has_conv_bias: bool
     has_bias: bool  # of both projections
     step_limits: tuple[float, float]  # the smallest and the largest time step
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
+        return {"mamba_n_heads": self.num_heads, "mamba_n_groups": self.num_groups}
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
