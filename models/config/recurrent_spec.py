@@ -31,7 +31,7 @@ class DeltaSpec:
 
     @property
     def divided(self) -> dict[str, int]:
-        """What tensor-parallel ranks divide evenly: key of config.json -> size."""
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
         return {
             "linear_num_key_heads": self.num_k_heads,
             "linear_num_value_heads": self.num_v_heads,
@@ -63,7 +63,7 @@ class ShortConvSpec:
 
     @property
     def divided(self) -> dict[str, int]:
-        """What tensor-parallel ranks divide evenly: key of config.json -> size."""
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
         return {"hidden_size": self.channels}
 
     @property
@@ -93,7 +93,7 @@ class StateSpaceSpec:
 
     @property
     def divided(self) -> dict[str, int]:
-        """What tensor-parallel ranks divide evenly: key of config.json -> size."""
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
         return {"mamba_n_heads": self.num_heads, "mamba_n_groups": self.num_groups}
 
     @property
