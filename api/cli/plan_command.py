@@ -209,7 +209,7 @@ def _print(
         "one token": f"{memory.bytes_per_token / 1024:,.1f} KiB of KV cache",
         "one block": f"{memory.bytes_per_block / 1024:,.1f} KiB",
         **(
-            {"one state": f"{memory.bytes_per_state / (1 << 20):,.2f} MiB, for each sequence"}
+            {"one state": f"{memory.bytes_per_state / 1024:,.1f} KiB, of one sequence"}
             if memory.num_states
             else {}
         ),

@@ -10,8 +10,9 @@ a sequence that begins.
                                cache's memory. If not, what this quarter holds, but one for each
                                sequence and one more
 
-If `scheduler.max_num_seqs` is not set, it is an upper bound that the slots may lower: then the
-states of fewer sequences take at most half of the cache's memory.
+If `scheduler.max_num_seqs` is not set, it is an upper bound that the slots may lower. Then the
+states of the sequences take at most half of the cache's memory, and leave room for a sequence of
+full length. If `model.max_model_len` is set, checkpoints leave room for a sequence of this length.
 """
 
 from __future__ import annotations
@@ -103,15 +104,22 @@ class StateChoice:
         return self.wanted * self.slot_bytes
 
     def choose(
-        self, cache_bytes: int, *, all_sequences: int, one_sequence: int, block_bytes: int
+        self,
+        cache_bytes: int,
+        *,
+        all_sequences: int,
+        one_sequence: int,
+        block_bytes: int,
+        is_asked: bool,
     ) -> int:
         """The number of slots.
 
         Args:
             cache_bytes: memory for blocks and states.
             all_sequences: bytes of the blocks of all sequences of full length.
-            one_sequence: bytes of blocks that should be left, if possible.
+            one_sequence: the same, of one sequence.
             block_bytes: bytes of one block; 0 = no layer of this rank has keys and values.
+            is_asked: whether the full length is set, and not the model's own.
         """
         size, wanted = self.slot_bytes, self.wanted
         if self.least == wanted or not size or all_sequences + self.wanted_bytes <= cache_bytes:
@@ -119,9 +127,14 @@ class StateChoice:
         if not block_bytes:
             return max(self.least, min(wanted, cache_bytes // size))
         chosen = min(wanted, cache_bytes // _QUARTER // size)
+        beside_one = (cache_bytes - one_sequence) // size
         if not self.is_set:
-            chosen = max(chosen, min(self.num_seqs + _SPARE, cache_bytes // _HALF // size))
-        return max(self.least, min(chosen, (cache_bytes - one_sequence) // size))
+            half = cache_bytes // _HALF // size
+            if beside_one >= chosen:
+                half = min(half, beside_one)  # the context is not shortened for more sequences
+            chosen = max(chosen, min(self.num_seqs + _SPARE, half))
+        kept = beside_one if is_asked else (cache_bytes - 2 * block_bytes) // size
+        return max(self.least, min(chosen, kept))
 
     def reason(self, chosen: int) -> str:
         """One sentence about the number of slots.
@@ -132,7 +145,7 @@ class StateChoice:
         slots, seqs = chosen - 1, self.num_seqs
         if not self.slot_bytes:
             return f"states: {slots} slots, which take no memory on this stage"
-        text = f"states: {slots} slots of {size_text(self.slot_bytes)}"
+        text = f"states: {slots} slots of {self.slot_bytes / 1024:,.1f} KiB"
         if self.slots is not None:
             return f"{text}: cache.state_slots is set"
         if chosen == self.wanted:

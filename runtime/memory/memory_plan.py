@@ -290,8 +290,9 @@ def _with_cache(
     num_states = states.choose(
         cache_bytes,
         all_sequences=all_sequences,
-        one_sequence=one_sequence if is_asked else 2 * bytes_per_block,
+        one_sequence=one_sequence,
         block_bytes=bytes_per_block,
+        is_asked=is_asked,
     )
     plan = replace(plan, num_states=num_states, reasons=(*plan.reasons, reason))
     if states.has_states:
