@@ -52,6 +52,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     is_repeated: bool = False
     # Appended to the row's second block table, which layers with a window read (`KVGroup`).
     new_window_block_ids: list[int] = []
+    # The slots that recurrent layers read and write (`StepTensors.state_slots`). None = no layer is
+    # recurrent, or a step that serves no request; then nothing is read, and slot 0 is written.
+    state_slots: tuple[int, int, int, int] | None = None
 
     @property
     def num_drafts(self) -> int:
