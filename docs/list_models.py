@@ -52,6 +52,11 @@ _OF_IDEFICS = (
     Refused("vision_config.num_channels", 1, _THREE_COLOURS),
     Refused("text_config.model_type", "mistral", "only Llama is implemented as the decoder"),
 )
+_OF_LFM2 = (
+    Refused("block_use_swiglu", False, _NO_MODEL),
+    Refused("use_pos_enc", False, _NO_MODEL),
+    Refused("conv_dim", 1, "a convolution has the channels of the hidden state"),
+)
 _OF_SOUNDS = (
     Refused("audio_config.model_type", "whisper", _OTHER_ENCODER),
     Refused("audio_config.scale_embedding", True, _NO_SCALE),
@@ -109,6 +114,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("downsample_ratio", 0.3, "whole squares of patches are merged"),
         Refused("text_config.model_type", "gemma", _LLAMA_OR_QWEN),
     ),
+    "Lfm2ForCausalLM": _OF_LFM2,
     "LlavaForConditionalGeneration": (
         Refused("vision_config.model_type", "dinov2", "CLIP, SigLIP and Pixtral are implemented"),
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),

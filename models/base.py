@@ -36,7 +36,9 @@ class CheckpointLayout:
     head: str = "lm_head.weight"
     embedding: str = "embed_tokens.weight"  # with tied weights, a stored head must equal it
     renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, its counterpart in stored names)
-    merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
+    # (our module, the modules that it stacks); a name that is there several times has several of
+    # our module's outputs
+    merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
     # Our modules whose weight is stored as [out, in], or as [in, out] if its shape says so.
     either_way: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ LLAMA_NAMES = (
 
 
 class DecoderBlock(DecoderLayer):
-    """Attention and an MLP around the residual stream, joined as `BlockSpec.residual` says.
+    """Attention or a recurrent mixer, and an MLP, joined as `BlockSpec.residual` says.
 
     Args:
         config: the model's configuration.
@@ -77,8 +77,8 @@ class DecoderBlock(DecoderLayer):
         self.residual = residual
         if residual is not Residual.post_norm:
             self.attention_norm = build_norm(config, options)
-        recurrent = config.recurrent
-        if recurrent is not None and recurrent.layers[layer]:
+        self.is_recurrent = config.recurrent is not None and config.recurrent.layers[layer]
+        if self.is_recurrent:
             self.mixer = build_mixer(config, options)
         else:
             attention = Attention if config.latent is None else LatentAttention
@@ -123,7 +123,7 @@ class DecoderBlock(DecoderLayer):
     @property
     def token_mixer(self) -> Attention | LatentAttention | RecurrentMixer:
         """What computes a token from the earlier ones: attention, or a recurrent mixer."""
-        return self.self_attn if "self_attn" in self._modules else self.mixer
+        return self.mixer if self.is_recurrent else self.self_attn
 
     def _block(
         self,
@@ -157,8 +157,7 @@ class DecoderBlock(DecoderLayer):
 
     def few_rows(self) -> FewRowsBlock | None:
         has_more = self.media_table is not None or self.cross_attn is not None
-        has_more = has_more or isinstance(self.token_mixer, RecurrentMixer)
-        if self.residual is not Residual.sequential or has_more:
+        if self.residual is not Residual.sequential or has_more or self.is_recurrent:
             return None
         return FewRowsBlock.of(self.attention_norm, self.self_attn, self.mlp_norm, self.mlp)
 

@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "InternVLForConditionalGeneration": (
         "ostinato.models.families.internvl:InternVLForConditionalGeneration"
     ),
+    "Lfm2ForCausalLM": "ostinato.models.families.lfm2:Lfm2ForCausalLM",
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",

@@ -65,8 +65,8 @@ def plan(config: RunConfig) -> int:
         free //= count * parallel.ranks_per_machine
     of_rank = share_of_rank(engine, on_gpu=not is_cpu) if num_ranks > 1 and free is None else engine
     ranks = [plan_engine(of_rank, each, free_bytes=free) for each in sources]
-    fewest = min(each.num_blocks for each in ranks), min(each.max_model_len for each in ranks)
-    ranks = [each.limited(*fewest) for each in ranks]
+    shares = list(map(min, zip(*(each.shares for each in ranks), strict=True)))
+    ranks = [each.limited(*shares) for each in ranks]
     memory = ranks[0]
     of_rank = dataclasses.replace(of_rank, speculation=source.speculation)
     plans = [
@@ -137,6 +137,7 @@ def _as_json(memory: MemoryPlan) -> dict[str, object]:
         "num_tokens": memory.num_tokens,
         "num_full_sequences": round(memory.num_full_sequences, 2),
         "unplanned_bytes": memory.unplanned_bytes,
+        "state_bytes": memory.state_bytes,
         "kv_bytes_per_token": memory.bytes_per_token,
         "kv_bytes_per_sequence": _sequence_bytes(memory),
         "groups": [group._asdict() for group in memory.groups],
@@ -175,12 +176,14 @@ def _print(
     blocks = f"{memory.num_blocks} blocks, one is the null block"
     if len(memory.groups) == 1:
         blocks = blocks.replace(",", f" of {memory.block_size} tokens,")
+    slots = f"{memory.num_states} slots of recurrent layers, one is no sequence's"
     rows = [
         ("weights", memory.weights_bytes, "all parameters, in the form that the device holds"),
         ("activations", memory.activation_bytes, "estimated peak of the largest step"),
         ("graph pool", memory.graph_bytes, "captured CUDA graphs; none on a CPU"),
         *([("tier buffers", memory.tier_bytes, "for copies of KV blocks")] if tiers else []),
         ("KV cache", memory.kv_bytes, blocks),
+        *([("states", memory.state_bytes, slots)] if memory.num_states else []),
         ("not planned", memory.unplanned_bytes, "left for other programs"),
     ]
     for name, size, meaning in rows:
@@ -192,17 +195,24 @@ def _print(
         parts = (each.weights_bytes, each.activation_bytes, each.kv_bytes)
         weights, activations, cache = (f"{part / _GIB:.3f}" for part in parts)
         buffers = f", tier buffers {each.tier_bytes / _GIB:.3f}" if tiers else ""
+        states = f", states {each.state_bytes / _GIB:.3f}" if each.num_states else ""
+        total_bytes = sum(parts) + each.tier_bytes + each.state_bytes
         first, size, total = sources[rank].shard.layers(sources[rank].config.num_layers)
         layers = "" if size == total else f"; layers {first}-{first + size - 1}"
         console.print(
-            f"{f'rank {rank}':<13} {(sum(parts) + each.tier_bytes) / _GIB:.3f} GiB: weights "
-            f"{weights}, activations {activations}{buffers}, KV cache {cache}{layers}",
+            f"{f'rank {rank}':<13} {total_bytes / _GIB:.3f} GiB: weights "
+            f"{weights}, activations {activations}{buffers}, KV cache {cache}{states}{layers}",
             markup=False,
         )
     sequence_gib = _sequence_bytes(memory) / _GIB
     holds = {
         "one token": f"{memory.bytes_per_token / 1024:,.1f} KiB of KV cache",
         "one block": f"{memory.bytes_per_block / 1024:,.1f} KiB",
+        **(
+            {"one state": f"{memory.bytes_per_state / 1024:,.1f} KiB, of one sequence"}
+            if memory.num_states
+            else {}
+        ),
         "one sequence": f"{sequence_gib:.3f} GiB, when it has {memory.max_model_len:,} tokens"
         + _peak_text(memory),
         "tokens": f"{memory.num_tokens:,} fit in the KV cache"

@@ -230,7 +230,7 @@ def _attention_case(
     counts = [-(-context // size) for _, context in lengths]
     num_tokens = sum(new for new, _ in lengths)
     spec = model.kv_cache_spec(size, source.cache_dtype)
-    per_copy = spec.bytes_per_block // model.num_layers * (1 + sum(counts))
+    per_copy = spec.bytes_per_block // spec.num_layers * (1 + sum(counts))
     starts, slots, first = [0], [], 1
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for row, ((new, context), count) in enumerate(zip(lengths, counts, strict=True)):

@@ -2,7 +2,8 @@
 
 A decode step reads every weight once, and the keys and values of every context. Layers with a
 sliding window read only those in the window. Every token of a prompt is multiplied with every
-weight of the layers, and its last token also with the output head.
+weight of the layers, and its last token also with the output head. A recurrent layer reads and
+writes the states of each sequence once in a step, whatever the context is.
 A mixture of experts counts as if every token used all experts. The rates of the memory and the
 matrix units are measured in the same run.
 """
@@ -47,21 +48,28 @@ class ModelSizes:
     # {window: layers that have it}, windows as `paged_attention` takes them. Empty = no layer has
     # a window.
     windows: dict[int, int] = field(default_factory=dict)
+    state_bytes: int = 0  # states of a sequence in all recurrent layers
+    state_operations: int = 0  # by one token, on all of these states
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Weights, keys and values that a step of `batch` tokens reads."""
+        """Weights, keys and values that a step of `batch` tokens reads, and its states, twice.
+
+        States are read and written.
+        """
         weights = (self.body_parameters + self.head_parameters) * self.weight_bytes
-        return weights + batch * self.attention_work(context - 1, context)[0]
+        cached = self.attention_work(context - 1, context)[0] + 2 * self.state_bytes
+        return weights + batch * cached
 
     def decode_flop(self, batch: int, context: int) -> int:
         """Multiplications and additions of a step of `batch` tokens."""
         parameters = self.body_parameters + self.head_parameters
-        return batch * (2 * parameters + self.attention_work(context - 1, context)[1])
+        mixed = self.attention_work(context - 1, context)[1] + self.state_operations
+        return batch * (2 * parameters + mixed)
 
     def prefill_flop(self, num_prompts: int, length: int) -> int:
         """Operations of whole prompts; causal attention counts only the half that is needed."""
-        attention = self.attention_work(0, length)[1]
-        one = 2 * length * self.body_parameters + 2 * self.head_parameters + attention
+        mixed = self.attention_work(0, length)[1] + length * self.state_operations
+        one = 2 * length * self.body_parameters + 2 * self.head_parameters + mixed
         return num_prompts * one
 
     def attention_work(self, start: int, end: int) -> tuple[int, int]:
@@ -103,13 +111,16 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) 
     tables = sum(_count(module) for module in model.modules() if isinstance(module, Embedding))
     head = config.vocab_size * config.hidden_size
     tied = config.tie_word_embeddings
+    cache = config.kv_cache_spec(1, cache_dtype, activation_dtype=dtype)
     return ModelSizes(
         body_parameters=_count(model) - tables - (0 if tied else head),
         head_parameters=head,
         weight_bytes=dtype.itemsize,
-        kv_bytes_per_token=config.kv_cache_spec(1, cache_dtype).bytes_per_token,
-        attention_size=config.num_layers * config.num_heads * config.head_dim,
-        windows=dict(Counter(config.sliding_windows)),
+        kv_bytes_per_token=cache.bytes_per_token,
+        attention_size=cache.num_layers * config.num_heads * config.head_dim,
+        windows=dict(Counter(config.attention_windows)),
+        state_bytes=0 if cache.recurrent is None else cache.recurrent.bytes_per_slot,
+        state_operations=config.state_operations,
     )
 
 

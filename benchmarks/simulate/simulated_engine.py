@@ -29,6 +29,7 @@ class EngineSpec:
     num_blocks: int  # blocks of the KV cache, the null block included
     block_size: int  # tokens
     groups: tuple[KVGroup, ...] = WHOLE_CACHE  # layers that have blocks of their own
+    num_states: int = 0  # slots for states of recurrent layers, slot 0 included; 0 = none
     max_model_len: int  # tokens
     costs: CostTable
     prefix_caching: bool = True

@@ -82,7 +82,8 @@ def measured_spec(config: RunConfig) -> EngineSpec:
     try:
         costs, stats = engine.cost_table, engine.stats()
         assert costs is not None, "step costs are measured unless that is switched off"
-        device = resolve_device(config.device.name)
+        device, source = resolve_device(config.device.name), open_model(config)
+        config = dataclasses.replace(config, speculation=source.speculation)
         return EngineSpec(
             scheduler=config.scheduler,
             upper=upper_limits(
@@ -92,7 +93,7 @@ def measured_spec(config: RunConfig) -> EngineSpec:
             ),
             num_blocks=stats.num_blocks + 1,
             block_size=config.cache.block_size,
-            groups=open_model(config).kv_groups,
+            groups=source.kv_groups,
             max_model_len=engine.model.max_model_len,
             costs=costs,
             prefix_caching=config.cache.enable_prefix_caching,
@@ -135,6 +136,7 @@ def planned_spec(
     config = without_default_drafts(without_weights(config))
     device = resolve_device(config.device.name) if accelerator is None else torch.device("cuda")
     source = open_model(config, device)
+    config = dataclasses.replace(config, speculation=source.speculation)
     free = None if accelerator is None else int(accelerator.memory_gib * _GIB * _FREE_SHARE)
     parallel = config.parallel
     if parallel.pipeline > 1 and config.speculation.max_drafts:
@@ -148,12 +150,15 @@ def planned_spec(
         for rank in range(parallel.num_ranks)
     ]
     plans = [plan_engine(config, part_of(source, shard), free_bytes=free) for shard in shards]
-    plan = min(plans, key=lambda each: each.num_blocks)
+    shares = map(min, zip(*(each.shares for each in plans), strict=True))
+    plan = plans[0].limited(*shares)
     if source.draft is not None and draft_costs is None:
         raise ConfigError(
             "simulate.costs and simulate.device give no step costs of a draft model; leave them "
             "out, so that both models are measured, or set speculation.method=none"
         )
+    limits = source.limits
+    limits = limits._replace(max_num_seqs=plan.running_seqs(limits.max_num_seqs))
     if costs is None:
         assert accelerator is not None, "without a table there is a device"
         shape = model_shape(source)
@@ -163,13 +168,14 @@ def planned_spec(
             link=LINKS[config.simulate.link],
             stage_link=LINKS[config.simulate.stage_link or config.simulate.link],
         )
-        costs = roofline_table(accelerator, shape, source.limits, plan.max_model_len, division)
+        costs = roofline_table(accelerator, shape, limits, plan.max_model_len, division)
     return EngineSpec(
         scheduler=config.scheduler,
-        upper=source.limits,
+        upper=limits,
         num_blocks=plan.num_blocks,
         block_size=config.cache.block_size,
         groups=plan.groups,
+        num_states=plan.num_states,
         max_model_len=plan.max_model_len,
         costs=costs,
         prefix_caching=config.cache.enable_prefix_caching,
@@ -245,15 +251,18 @@ def model_shape(source: ModelSource) -> ModelShape:
     table = model.vocab_size * model.hidden_size
     layers = total - table * (1 if model.tie_word_embeddings else 2)
     experts, share = _experts(source, skeleton)
+    spec = model.kv_cache_spec(1, source.cache_dtype, activation_dtype=source.dtype)
     return ModelShape(
         num_parameters=layers - round(experts * (1 - share)),
         num_logit_parameters=table,
         weight_bytes=(layers + table) * source.dtype.itemsize,
         expert_bytes=experts * source.dtype.itemsize,
         expert_share=share,
-        kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_token,
-        attention_width=model.num_layers * model.num_heads * model.head_dim,
-        windows=dict(Counter(model.sliding_windows)),
+        kv_bytes_per_token=spec.bytes_per_token,
+        attention_width=spec.num_layers * model.num_heads * model.head_dim,
+        windows=dict(Counter(model.attention_windows)),
+        state_bytes=0 if spec.recurrent is None else spec.recurrent.bytes_per_slot,
+        state_operations=model.state_operations,
         num_layers=model.num_layers,
         hidden_bytes=model.hidden_size * source.dtype.itemsize,
     )

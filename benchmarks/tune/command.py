@@ -279,7 +279,9 @@ class _Tuning:
         from ostinato.runtime.startup.plan.model_source import open_model
 
         spec = open_model(self.config).kv_cache_spec(self.config.cache.block_size)
-        return self.spec.num_blocks * spec.bytes_per_block / _GIB
+        states = 0 if spec.recurrent is None else spec.recurrent.bytes_per_slot
+        num_bytes = self.spec.num_blocks * spec.bytes_per_block + self.spec.num_states * states
+        return num_bytes / _GIB
 
     def _report(self, impossible: list[str]) -> int:
         """Print and write the results; returns the exit code."""

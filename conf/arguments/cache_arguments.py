@@ -12,6 +12,7 @@ from ostinato.conf.arguments.json_values import json_object
 
 __all__ = (
     "HOST_GIB",
+    "MAMBA_REFUSED",
     "NO_OTHER_BACKEND",
     "NO_SWAP_SPACE",
     "check_one_size",
@@ -25,6 +26,27 @@ NO_SWAP_SPACE = (
     "there is no separate memory for preempted sequences: they are loaded from copies of their KV "
     f"blocks, or computed again; leave it out, and for copies {_INSTEAD}"
 )
+# Name -> the values that ask for what this engine does anyway, and why others are refused.
+MAMBA_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "mamba_ssm_cache_dtype": (
+        ("auto", "float32"),
+        "states of recurrent layers are float32; leave it out",
+    ),
+    "mamba_cache_dtype": (
+        ("auto",),
+        "states are float32, and inputs of convolutions have the dtype of the model; leave it out",
+    ),
+    "mamba_cache_mode": (
+        ("align",),
+        "states are kept at multiples of cache.block_size: at the ends of prompts' chunks and of "
+        "answers, and where prompts branch; leave it out",
+    ),
+    "mamba_block_size": (
+        (),
+        "states are kept at multiples of cache.block_size; leave it out, or set cache.state_slots "
+        "for more states",
+    ),
+}
 _FORM = (
     'it must be a JSON object, such as {"kv_connector": "OffloadingConnector", "kv_role": '
     '"kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}}'

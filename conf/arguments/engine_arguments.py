@@ -13,6 +13,7 @@ from typing import cast
 
 from ostinato.conf.arguments.cache_arguments import (
     HOST_GIB,
+    MAMBA_REFUSED,
     NO_OTHER_BACKEND,
     NO_SWAP_SPACE,
     check_one_size,
@@ -374,10 +375,10 @@ ARGUMENTS: dict[str, Argument] = {
         name: Argument(setting=key, expand=expand, is_flag=is_flag)
         for name, (key, expand, is_flag) in MEDIA_SETTINGS.items()
     },
-    # Adapters and media without a setting.
+    # Recurrent layers, adapters and media without a setting.
     **{
         name: Argument(default=default, is_flag=default == (False,), reason=reason)
-        for name, (default, reason) in {**REFUSED, **MEDIA_REFUSED}.items()
+        for name, (default, reason) in {**MAMBA_REFUSED, **REFUSED, **MEDIA_REFUSED}.items()
     },
     # Logs.
     "disable_log_stats": Argument(

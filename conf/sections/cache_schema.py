@@ -39,7 +39,15 @@ class CacheConfig(Section):
         "about half the memory of 16-bit values",
     )
     memory_gib: float | None = setting(
-        None, "GiB for KV blocks; null = what the memory plan leaves", above=0
+        None,
+        "GiB for KV blocks and for states of recurrent layers; null = what the memory plan leaves",
+        above=0,
+    )
+    state_slots: int | None = setting(
+        None,
+        "slots for states of a model with recurrent layers: one for each running sequence, the "
+        "others for checkpoints of prefixes; null = chosen",
+        at_least=2,
     )
     enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prompt prefixes")
     keep_all_tokens: bool = setting(

@@ -7,6 +7,7 @@ several stored matrices (`CheckpointLayout`, models/base.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,6 +21,7 @@ from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import BIAS, LinearBase
 from ostinato.models.layers.norm_layers import RMSNorm
+from ostinato.models.layers.recurrent_mixers import RecurrentMixer
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 
@@ -112,15 +114,19 @@ def matrix_parts(name: str, module: LinearBase, layout: CheckpointLayout) -> lis
     if stacked is None:
         return module.parts(_order_of(name, layout))
     parent = name.rpartition(".")[0]
-    return module.stacked_parts([_order_of(f"{parent}.{part}", layout) for part in stacked])
+    orders = [_order_of(f"{parent}.{part}", layout) for part in stacked]
+    return module.stacked_parts(orders, list(stacked.values()))
 
 
-def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...] | None:
-    """Last name parts of the stored modules that `module` stacks; None = it stacks none."""
+def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> dict[str, int] | None:
+    """The stored modules that `module` stacks, and the outputs of each; None = it stacks none.
+
+    The keys are the last parts of their names.
+    """
     if isinstance(module, ExpertLinear) and name.endswith(layout.stacked):
         return None
-    own = name.rpartition(".")[2]
-    return dict(layout.merged).get(own) if len(module.outputs) > 1 else None
+    names = dict(layout.merged).get(name.rpartition(".")[2])
+    return dict(Counter(names)) if names is not None and len(module.outputs) > 1 else None
 
 
 def stored_modules(
@@ -197,10 +203,11 @@ def _parameter_slots(
 ) -> Iterator[tuple[str, Slot]]:
     order = _order_of(name, layout)
     offset = module.stored_offset if isinstance(module, RMSNorm) else 0.0
-    held = module.held if isinstance(module, Attention | RMSNorm) else {}
+    held = module.held if isinstance(module, Attention | RMSNorm | RecurrentMixer) else {}
     for kind, parameter in module.named_parameters(recurse=False):
-        span = held.get(kind)
-        yield f"{name}.{kind}", _ParameterSlot(parameter, order, offset, span)
+        spans = held.get(kind, ())
+        spans = (spans,) if isinstance(spans, Span) else spans
+        yield f"{name}.{kind}", _ParameterSlot(parameter, order, offset, spans)
 
 
 def _matrix_slots(
@@ -260,17 +267,22 @@ class _ParameterSlot:
     parameter: nn.Parameter
     order: Tensor | None
     offset: float  # added to the stored values
-    span: Span | None = None  # the elements of a stored vector that the parameter holds; None = all
+    # The parts of the stored rows, in their order, and what the parameter holds of each. Empty =
+    # the parameter holds all rows.
+    spans: tuple[Span, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape) if self.span is None else (self.span.total,)
+        num_rows, *others = self.parameter.shape
+        return (sum(span.total for span in self.spans) or num_rows, *others)
 
     def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         is_float = self.parameter.is_floating_point()
         _check(stored_name, tensor, self.stored_shape, FLOATS if is_float else _INTEGERS)
-        if self.span is not None:
-            tensor = tensor.narrow(0, self.span.start, self.span.size)
+        if self.spans:
+            parts = tensor.split([span.total for span in self.spans])
+            pairs = zip(parts, self.spans, strict=True)
+            tensor = torch.cat([part.narrow(0, *span[:2]) for part, span in pairs])
         value = tensor if self.order is None else tensor[self.order]
         self.parameter.copy_(value.double() + self.offset if self.offset else value)
 

@@ -40,6 +40,7 @@ from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import BIAS, LinearBase
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
+from ostinato.models.layers.recurrent_mixers import RecurrentMixer
 from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import DummyTensor
@@ -52,6 +53,7 @@ _MAX_NAMED = 5
 # Dummy weights repeat this many random numbers. It is a prime, so the rows of a matrix differ.
 _POOL_SIZE = 1_048_583
 _DUMMY_STD = 0.02
+_ONES = ("conv", "norm")  # the parameters of a recurrent mixer to which dummy weights give 1
 
 
 @torch.no_grad()
@@ -125,8 +127,8 @@ def init_dummy_weights(
 
     Matrices and their biases get normally distributed numbers with a standard deviation of 0.02.
     Stored integers get random bits. For some stored tensors the weight method chooses other values
-    (`WeightMethod.dummy`). The weights of norms get 1, and all other vectors 0. Every rank takes
-    its part of the same matrices.
+    (`WeightMethod.dummy`). The weights of norms and of convolutions get 1, and all other vectors 0.
+    Every rank takes its part of the same matrices.
 
     Args:
         model: as `build_model` made it.
@@ -144,10 +146,10 @@ def init_dummy_weights(
                 _load_dummy(shown, module if isinstance(module, LinearBase) else None, numbers)
             if module is None:
                 continue
-            is_norm = isinstance(module, LayerNorm | RMSNorm)
+            ones = _ONES if isinstance(module, RecurrentMixer) else ("weight",)
             for kind, parameter in module.named_parameters(recurse=False):
-                if is_norm:
-                    parameter.fill_(1.0 if kind == "weight" else 0.0)
+                if isinstance(module, LayerNorm | RMSNorm | RecurrentMixer):
+                    parameter.fill_(1.0 if kind in ones else 0.0)
                 elif not isinstance(module, LinearBase):
                     parameter.zero_()
                 advance(parameter.nbytes)

@@ -123,6 +123,13 @@ class ModelConfig:
         return tuple(window for window, is_recurrent in pairs if not is_recurrent)
 
     @property
+    def state_operations(self) -> int:
+        """Operations on the states of all recurrent layers by a token, beside those of weights."""
+        if self.recurrent is None:
+            return 0
+        return sum(self.recurrent.layers) * self.recurrent.state_operations
+
+    @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return self.moe is not None or self.has_recorded_experts
@@ -172,6 +179,8 @@ class ModelConfig:
             sizes["intermediate size of an expert"] = self.moe.intermediate_size
             if self.moe.shared_size:
                 sizes["intermediate size of the shared expert"] = self.moe.shared_size
+        if self.recurrent is not None:
+            sizes |= self.recurrent.divided
         return why_indivisible(ranks, self.num_kv_heads, sizes)
 
     def why_unstageable(self, stages: int) -> str | None:
@@ -260,7 +269,7 @@ class ModelConfig:
             block_size=block_size,
             dtype=dtype,
             device=device,
-            sliding_window=max(self.sliding_windows, key=abs, default=0),
+            sliding_window=max(self.attention_windows, key=abs, default=0),
             soft_cap=self.attention_soft_cap,
             has_alibi=bool(self.alibi_slopes),
             has_sinks=self.block.has_sinks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ostinato.models.sharding import WHOLE, Shard
@@ -28,6 +29,19 @@ class DeltaSpec:
     v_dim: int
     conv_width: int
 
+    @property
+    def divided(self) -> dict[str, int]:
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
+        return {
+            "linear_num_key_heads": self.num_k_heads,
+            "linear_num_value_heads": self.num_v_heads,
+        }
+
+    @property
+    def state_operations(self) -> int:
+        """Operations on one layer's state by a token: its decay, a read, an update, the output."""
+        return 7 * math.prod(self.shapes().state)
+
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
         keys = shard.span(self.num_k_heads, "linear_num_key_heads").size
@@ -46,6 +60,16 @@ class ShortConvSpec:
     channels: int
     conv_width: int
     has_bias: bool  # of the convolution and of both projections
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
+        return {"hidden_size": self.channels}
+
+    @property
+    def state_operations(self) -> int:
+        """Operations on one layer's state by a token: there is no state."""
+        return 0
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
@@ -66,6 +90,16 @@ class StateSpaceSpec:
     has_conv_bias: bool
     has_bias: bool  # of both projections
     step_limits: tuple[float, float]  # the smallest and the largest time step
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The dimensions that are divided evenly among tensor-parallel ranks, by name."""
+        return {"mamba_n_heads": self.num_heads, "mamba_n_groups": self.num_groups}
+
+    @property
+    def state_operations(self) -> int:
+        """Operations on one layer's state by a token: its decay, an update, the output."""
+        return 5 * math.prod(self.shapes().state)
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""

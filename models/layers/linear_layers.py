@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -177,22 +178,28 @@ class LinearBase(nn.Module):
         rows = torch.cat([held[number] for number in self.stacking])
         return [self._part(0, 1, total, rows, 0)]
 
-    def stacked_parts(self, orders: Sequence[Tensor | None]) -> list[Part]:
-        """How the module's matrix is cut from several stored matrices, one for each of its outputs.
+    def stacked_parts(
+        self, orders: Sequence[Tensor | None], counts: Sequence[int] | None = None
+    ) -> list[Part]:
+        """How the module's matrix is cut from several stored matrices.
 
         Args:
             orders: for each stored matrix its `order`, as in `parts`.
+            counts: for each stored matrix the number of outputs that it has, one after the other;
+                None = 1.
         """
+        counts = [1] * len(orders) if counts is None else counts
         first_rows: dict[int, int] = {}
         next_row = 0
         for number in self.stacking:
             first_rows[number] = next_row
             next_row += self.outputs[number].size
         found: list[Part] = []
-        for index, (span, order) in enumerate(zip(self.outputs, orders, strict=True)):
-            start, size, total = span
-            rows = slice(start, start + size) if order is None else order[start : start + size]
-            found.append(self._part(index, len(self.outputs), total, rows, first_rows[index]))
+        outputs = iter(enumerate(self.outputs))
+        for index, (order, count) in enumerate(zip(orders, counts, strict=True)):
+            numbers, spans = zip(*islice(outputs, count), strict=True)
+            total, rows = _held_rows(spans, order)
+            found.append(self._part(index, len(orders), total, rows, first_rows[numbers[0]]))
         return found
 
     def use(self, method: WeightMethod) -> None:
@@ -348,6 +355,24 @@ class LinearBase(nn.Module):
             setattr(self, name, nn.Parameter(moved, requires_grad=False))
         else:
             parameter.copy_(tensor)
+
+
+def _held_rows(spans: Sequence[Span], order: Tensor | None) -> tuple[int, slice | Tensor]:
+    """The rows of a stored matrix, and those of them that a rank holds.
+
+    Args:
+        spans: the matrix's outputs, one after the other.
+        order: as in `LinearBase.parts`.
+    """
+    total = sum(span.total for span in spans)
+    if order is None and all(span.is_whole for span in spans):
+        return total, slice(0, total)
+    if order is None and len(spans) == 1:
+        start, size, _ = spans[0]
+        return total, slice(start, start + size)
+    pieces = (torch.arange(total) if order is None else order).split([one.total for one in spans])
+    held = [piece.narrow(0, *span[:2]) for piece, span in zip(pieces, spans, strict=True)]
+    return total, torch.cat(held)
 
 
 class Linear(LinearBase):

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.recurrent_spec import DeltaSpec, ShortConvSpec, StateSpaceSpec
 from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
+from ostinato.models.sharding import Span
 from ostinato.models.step_tensors import StepInputs
+from ostinato.models.weight_methods.weight_method import MatrixRole
 from ostinato.ops.recurrent.delta_rule import gated_delta_rule
 from ostinato.ops.recurrent.short_conv import gated_short_conv
 from ostinato.ops.recurrent.state_space import state_space
@@ -26,10 +28,21 @@ __all__ = ("RecurrentMixer", "build_mixer")
 
 
 class RecurrentMixer(nn.Module):
-    """A recurrent mixer between its projections."""
+    """A recurrent mixer between its projections.
+
+    Args:
+        config: the model's configuration.
+        options: dtype, device and shard.
+        spec: its sizes.
+
+    Attributes:
+        held: for each parameter that is divided among ranks, the rows that this rank holds. Some
+            stack the rows of several parts.
+    """
 
     in_proj: MergedLinear
     out_proj: Linear
+    held: dict[str, Span | tuple[Span, ...]]
 
     def forward(
         self,
@@ -78,17 +91,15 @@ def _slots(step: StepInputs) -> Tensor:
     return slots
 
 
+class _Gates(MergedLinear):
+    """Maps a hidden state to the gates of a state: few weights with much effect."""
+
+    role = MatrixRole.router
+    takes_adapters = False
+
+
 class GatedDeltaNet(RecurrentMixer):
-    """A gated delta net (arXiv:2412.06464), as in Qwen3-Next.
-
-    Args:
-        config: the model's configuration.
-        options: dtype, device and shard.
-        spec: its sizes.
-
-    Attributes:
-        held: for each parameter that is divided among ranks, the elements that this rank holds.
-    """
+    """A gated delta net (arXiv:2412.06464), as in Qwen3-Next."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: DeltaSpec) -> None:
         super().__init__()
@@ -97,13 +108,13 @@ class GatedDeltaNet(RecurrentMixer):
         keys, values = k_heads.times(spec.k_dim), v_heads.times(spec.v_dim)
         self.num_k_heads, self.norm_eps = k_heads.size, config.norm_eps
         self.in_proj = MergedLinear(config.hidden_size, (keys, keys, values, values), options)
-        self.gates = MergedLinear(config.hidden_size, (v_heads, v_heads), options)
+        self.gates = _Gates(config.hidden_size, (v_heads, v_heads), options)
         self.out_proj = Linear(values, config.hidden_size, options)
         self.conv = options.empty(2 * keys.size + values.size, 1, spec.conv_width)
         single = replace(options, dtype=torch.float32)
         self.a_log, self.dt_bias = single.empty(v_heads.size), single.empty(v_heads.size)
         self.norm = options.empty(spec.v_dim)
-        self.held = {"a_log": v_heads, "dt_bias": v_heads}
+        self.held = {"conv": (keys, keys, values), "a_log": v_heads, "dt_bias": v_heads}
 
     def mix(self, x: Tensor, step: StepInputs, conv_state: Tensor, state: Tensor) -> Tensor:
         return gated_delta_rule(
@@ -135,16 +146,7 @@ class GatedDeltaNet(RecurrentMixer):
 
 
 class ShortConv(RecurrentMixer):
-    """A gated short convolution, as in LFM2 (arXiv:2511.23404).
-
-    Args:
-        config: the model's configuration.
-        options: dtype, device and shard.
-        spec: its sizes.
-
-    Attributes:
-        held: for each parameter that is divided among ranks, the elements that this rank holds.
-    """
+    """A gated short convolution, as in LFM2 (arXiv:2511.23404)."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: ShortConvSpec) -> None:
         super().__init__()
@@ -177,16 +179,7 @@ class ShortConv(RecurrentMixer):
 
 
 class StateSpace(RecurrentMixer):
-    """A Mamba-2 mixer (arXiv:2405.21060).
-
-    Args:
-        config: the model's configuration.
-        options: dtype, device and shard.
-        spec: its sizes.
-
-    Attributes:
-        held: for each parameter that is divided among ranks, the elements that this rank holds.
-    """
+    """A Mamba-2 mixer (arXiv:2405.21060)."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions, spec: StateSpaceSpec) -> None:
         super().__init__()
@@ -205,7 +198,9 @@ class StateSpace(RecurrentMixer):
         single = replace(options, dtype=torch.float32)
         self.a_log, self.dt_bias, self.skip = (single.empty(heads.size) for _ in range(3))
         self.norm = options.empty(inner.size)
+        parts = (inner, states, states)
         self.held = {"a_log": heads, "dt_bias": heads, "skip": heads, "norm": inner}
+        self.held |= {"conv": parts, "conv_bias": parts}
 
     def mix(self, x: Tensor, step: StepInputs, conv_state: Tensor, state: Tensor) -> Tensor:
         return state_space(

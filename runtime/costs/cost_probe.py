@@ -2,7 +2,8 @@
 
 A measured step is a `SchedulerOutput` like any other. Its time includes filling the buffers, the
 captured or compiled model, and the sampler. New tokens go to the null block. Contexts are read from
-blocks that no sequence holds yet.
+blocks that no sequence holds yet. If some layers are recurrent, each sequence reads and writes a
+slot of its own, as in service.
 
 Token ids are random. Equal tokens would all go to the same experts, and their steps would read
 fewer weights than steps in service.
@@ -73,6 +74,14 @@ class StepSpace:
     verified_tokens: Sequence[int] = ()
     max_num_rows: int = 0  # rows of logits of a step that verifies drafts
     groups: tuple[KVGroup, ...] = WHOLE_CACHE  # each has a block table in every sequence
+    num_states: int = 0  # slots for states of recurrent layers, slot 0 included; 0 = none
+
+    def state_slots(self, row: int) -> tuple[int, int, int, int] | None:
+        """The slot of a row, read and written; no checkpoint. None = no layer is recurrent."""
+        if not self.num_states:
+            return None
+        slot = 1 + row % (self.num_states - 1)
+        return slot, slot, 0, 0
 
     @property
     def context_unit(self) -> int:
@@ -173,6 +182,7 @@ class _Prober:
                     num_logits,
                     num_scored,
                     new_window_block_ids=block_ids[1] if len(block_ids) > 1 else [],
+                    state_slots=space.state_slots(row),
                 )
             )
         return SchedulerOutput(

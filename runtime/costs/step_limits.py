@@ -43,6 +43,8 @@ class StepLimits(NamedTuple):
     max_step_drafts: int | None = None  # draft tokens of one step; None = no limit for the step
     # Tokens of the largest image that a step must have as a whole; 0 = a step may have any part.
     image_tokens: int = 0
+    # scheduler.max_num_seqs is not set: `max_num_seqs` is an upper bound, which memory can lower.
+    chooses_seqs: bool = False
 
     @property
     def max_num_rows(self) -> int:
@@ -83,7 +85,11 @@ def upper_limits(
     if seqs is None:
         seqs = min(_MAX_NUM_SEQS[device], tokens)
     return StepLimits(
-        seqs, tokens, 1 + max_drafts, _MAX_STEP_DRAFTS if is_cpu and max_drafts else None
+        seqs,
+        tokens,
+        1 + max_drafts,
+        _MAX_STEP_DRAFTS if is_cpu and max_drafts else None,
+        chooses_seqs=config.max_num_seqs is None,
     )
 
 
@@ -119,7 +125,7 @@ def decide_limits(
         tokens = min(tokens + seqs, upper.max_num_batched_tokens)
     elif seqs > tokens:
         seqs = tokens
-    limits = upper._replace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    limits = upper._replace(max_num_seqs=seqs, max_num_batched_tokens=tokens, chooses_seqs=False)
     return DecidedLimits(limits, seqs_origin, tokens_origin)
 
 

@@ -62,6 +62,10 @@ class ModelFootprint:
     # `kv_bytes_per_token`.
     kv_bytes_per_unit: int = 0
     group_reason: str | None = None  # what the layers keep, see `describe_groups`
+    has_states: bool = False  # whether any layer of the whole model is recurrent
+    state_bytes: int = 0  # a slot's states of all recurrent layers on this rank
+    # This rank has no layer with keys and values, because all of them are on other stages.
+    keeps_states_alone: bool = False
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a block of the pool, of `block_size` tokens a unit."""

@@ -24,7 +24,7 @@ def choose_groups(
     """
     if not model.kind.needs_kv_cache or _why_whole(config, model):
         return WHOLE_CACHE
-    return kv_groups(model.sliding_windows, max_model_len)
+    return kv_groups(model.attention_windows, max_model_len)
 
 
 def draft_groups(groups: tuple[KVGroup, ...]) -> tuple[KVGroup, ...]:
@@ -47,18 +47,18 @@ def describe_groups(
         model: the whole model.
         groups: from `choose_groups`.
     """
-    num_windowed = sum(window != 0 for window in model.sliding_windows)
+    num_windowed = sum(window != 0 for window in model.attention_windows)
     if not num_windowed or not model.kind.needs_kv_cache:
         return None
     if groups == WHOLE_CACHE:
         reason = _why_whole(config, model) or "no sequence is longer than the window"
         return (
             f"KV groups: none. Every layer keeps all tokens, although {num_windowed} of "
-            f"{len(model.sliding_windows)} have a window: {reason}"
+            f"{len(model.attention_windows)} have a window: {reason}"
         )
     block_size, counts = config.cache.block_size, [num_windowed]
     if len(groups) > 1:
-        counts.insert(0, len(model.sliding_windows) - num_windowed)
+        counts.insert(0, len(model.attention_windows) - num_windowed)
     parts = [
         f"{count} {'layer keeps' if count == 1 else 'layers keep'} "
         f"{f'{group.window:,}' if group.window else 'all'} tokens (blocks of "
@@ -76,6 +76,6 @@ def _why_whole(config: EngineConfig, model: ModelConfig) -> str | None:
     if cache.has_tiers:
         key = "cache.disk_dir" if cache.disk_dir else "cache.host_gib"
         return f"{key} copies blocks that hold all layers"
-    if config.speculation.uses_model and 0 not in model.sliding_windows:
+    if config.speculation.uses_model and 0 not in model.attention_windows:
         return "the draft model or head needs a block table of all tokens"
     return None

@@ -6,15 +6,18 @@ engine allocates by it. On CUDA the engine plans once more with measured sizes
 machine within the limits of its container.
 
     free memory x device.memory_fraction = budget
-    budget - weights - activations - graph pool - buffers of KV tiers = room for KV blocks
+    budget - weights - activations - graph pool - buffers of KV tiers = room for the cache
 
-The KV cache takes this part of the room:
+The cache, which is KV blocks and the states of recurrent layers, takes this part of the room:
 
     cache.memory_gib is set   that size
     CUDA                      all of the room
     CPU                       the size for max_num_seqs sequences of max_model_len, but at most
                               4 GiB. If one such sequence needs more than 4 GiB, its size, but at
                               most half of the room. Other programs need a CPU's memory too.
+                              The fewest states that the engine needs are added to this.
+
+runtime/memory/cache_shares.py chooses the number of states. The blocks take the rest.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, longest_sequence, se
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
+from ostinato.runtime.memory.cache_shares import StateChoice, cache_bytes_of
 from ostinato.runtime.memory.footprint import (
     GraphFootprint,
     ModelFootprint,
     graph_bytes,
     step_bytes,
 )
+from ostinato.runtime.memory.plan_texts import first_reasons, size_text, table_remedies
 
 __all__ = (
     "GIB",
@@ -43,7 +48,7 @@ __all__ = (
 )
 
 GIB = 1 << 30
-CPU_KV_BYTES = 4 * GIB
+_ANY_NUMBER = 1 << 30  # blocks of a stage that keeps none: the other stages decide their number
 _SMALLER_STEP = (
     "lower scheduler.max_num_batched_tokens, because layers with a window have blocks for a "
     "whole step"
@@ -69,6 +74,22 @@ class MemoryPlan:
     step_tokens: int  # tokens of the largest step
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers
     groups: tuple[KVGroup, ...] = WHOLE_CACHE
+    # Slots for states of recurrent layers to allocate, slot 0 included; 0 = no layer is recurrent.
+    num_states: int = 0
+    bytes_per_state: int = 0  # a slot's states of all recurrent layers on this rank
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers."""
+        return self.num_states * self.bytes_per_state
+
+    def running_seqs(self, most: int) -> int:
+        """Sequences that run at once, so that each has a slot for its states and one is left.
+
+        Args:
+            most: the limit without states.
+        """
+        return min(most, max(1, self.num_states - 2)) if self.num_states else most
 
     @property
     def num_tokens(self) -> int:
@@ -91,20 +112,28 @@ class MemoryPlan:
         num_usable, most = self.num_blocks - 1, self.sequence_blocks(self.max_model_len)
         if num_usable <= most:
             return num_usable / most
-        return 1 + (num_usable - most) / self.decoding_blocks(self.max_model_len)
+        count = 1 + (num_usable - most) / self.decoding_blocks(self.max_model_len)
+        return min(count, float(self.running_seqs(self.num_states))) if self.num_states else count
 
-    def limited(self, num_blocks: int, max_model_len: int) -> MemoryPlan:
+    @property
+    def shares(self) -> tuple[int, int, int]:
+        """(num_blocks, max_model_len, num_states): of each, ranks agree on the least."""
+        return self.num_blocks, self.max_model_len, self.num_states
+
+    def limited(self, num_blocks: int, max_model_len: int, num_states: int) -> MemoryPlan:
         """The plan of a rank, limited to what every rank of the engine has room for.
 
         Args:
             num_blocks: the least number of blocks of all ranks.
             max_model_len: the least `max_model_len` of all ranks.
+            num_states: the least number of slots for states of all ranks.
         """
         return replace(
             self,
             num_blocks=num_blocks,
             kv_bytes=num_blocks * self.bytes_per_block,
             max_model_len=max_model_len,
+            num_states=num_states,
         )
 
     def sequence_blocks(self, num_tokens: int) -> int:
@@ -133,11 +162,11 @@ class MemoryPlan:
     @property
     def unplanned_bytes(self) -> int:
         """Free bytes that the plan does not use. Never negative in the result of `plan_memory`."""
-        return self.free_bytes - self.fixed_bytes - self.kv_bytes
+        return self.free_bytes - self.fixed_bytes - self.kv_bytes - self.state_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """All planned bytes except those of the KV cache."""
+        """All planned bytes except those of KV blocks and states."""
         return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.tier_bytes
 
 
@@ -159,41 +188,28 @@ def plan_memory(
         free_bytes: free memory of the device before the weights are loaded.
         is_cpu: use the CPU's rule for the KV cache, not CUDA's.
         device: has the share of the free memory to plan with.
-        cache: the block size and, if set, the memory for blocks.
+        cache: the block size and, if set, the memory for blocks and the number of states.
         scheduler: the largest step.
         max_model_len: the configured length in tokens; None = the model's own limit, shortened if
             it does not fit.
         graphs: the graphs that will be captured on CUDA.
 
     Raises:
-        StartupError: the weights, one block, cache.memory_gib, or one sequence of the configured
-            length do not fit, or the model does not support that length. The text has the numbers
-            and the remedies.
+        StartupError: the weights, one block, the states of the configured sequences,
+            cache.memory_gib, or one sequence of the configured length do not fit, or the model does
+            not support that length or cache.state_slots. The text has the numbers and the remedies.
     """
     if max_model_len is not None and max_model_len > model.max_model_len:
         raise StartupError(
             f"model.max_model_len={max_model_len}, but the model is made for {model.max_model_len} "
             f"tokens; lower model.max_model_len"
         )
-    measured = model.measured
+    measured, draft = model.measured, model.draft
     length = model.max_model_len if max_model_len is None else max_model_len
-    draft = model.draft
     draft_bytes = draft.kv_bytes_per_token if draft else 0
     bytes_per_block = model.block_bytes(cache.block_size)
     if draft is not None:
         bytes_per_block += draft.block_bytes(cache.block_size)
-    reasons = [f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory"]
-    if draft is not None:
-        reason = (
-            f"draft model: {_size(draft.weights_bytes)} of the weights and "
-            f"{draft.kv_bytes_per_token / 1024:,.1f} KiB of the KV cache of each token"
-        )
-        if draft.copied_bytes:
-            reason += f"; {_size(draft.copied_bytes)} are copies of the model's embedding or head"
-        reasons.append(reason)
-    reasons += _weights_beside_layers(model)
-    if model.group_reason is not None:
-        reasons.append(model.group_reason)
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
@@ -209,133 +225,139 @@ def plan_memory(
         bytes_per_token=model.kv_bytes_per_token + draft_bytes,
         num_blocks=0,
         max_model_len=length,
-        reasons=tuple(reasons),
+        reasons=first_reasons(model, free_bytes, device),
         step_tokens=scheduler.max_num_batched_tokens,
         tier_bytes=model.tier_bytes,
         groups=model.groups,
+        bytes_per_state=model.state_bytes,
     )
-    room = _room(plan, model)
-    if not bytes_per_block:
-        return _without_cache(plan, scheduler)
-    kv_bytes, reason = _kv_bytes(
+    states = StateChoice.of(model, cache, scheduler)
+    room = _room(plan, model, states)
+    if not bytes_per_block and not states.has_states:
+        reason = "KV cache: none, an encoder keeps no keys and values"
+        return _without_blocks(
+            replace(plan, reasons=(*plan.reasons, reason)), scheduler.max_num_seqs
+        )
+    return _with_cache(
+        plan,
+        model,
+        states,
         room,
-        one_sequence=(plan.blocks_of_sequences(1) + 1) * bytes_per_block,
-        all_sequences=(plan.blocks_of_sequences(scheduler.max_num_seqs) + 1) * bytes_per_block,
+        num_seqs=scheduler.max_num_seqs,
         is_cpu=is_cpu,
         memory_gib=cache.memory_gib,
-    )
-    num_blocks = kv_bytes // bytes_per_block
-    plan = replace(
-        plan,
-        num_blocks=num_blocks,
-        kv_bytes=num_blocks * bytes_per_block,
-        reasons=(*plan.reasons, reason),
-    )
-    return _with_length(plan, model, is_asked=max_model_len is not None, room=room)
-
-
-def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
-    """The plan of an encoder. Its blocks take no memory, so it has blocks for all sequences."""
-    per_sequence = plan.sequence_blocks(plan.max_model_len) + 1  # admission needs a spare block
-    return replace(
-        plan,
-        num_blocks=scheduler.max_num_seqs * per_sequence + 1,
-        reasons=(*plan.reasons, "KV cache: none, an encoder keeps no keys and values"),
+        is_asked=max_model_len is not None,
     )
 
 
-def _weights_beside_layers(model: ModelFootprint) -> list[str]:
-    """Texts about what the weights include besides the model's layers."""
-    parts = (
-        ("adapters", model.adapter_bytes, "their slots"),
-        (
-            "images",
-            model.image_bytes,
-            "the vision tower and the tables of embeddings (images.cache_tokens)",
-        ),
-        (
-            "audio",
-            model.audio_bytes,
-            "the encoder and the caches of cross attention (audio.cache_windows)",
-        ),
-        (
-            "sounds",
-            model.sound_bytes,
-            "the audio encoder and the table of embeddings (audio.cache_tokens)",
-        ),
-    )
-    texts = [
-        f"{name}: {_size(size)} of the weights are {what}" for name, size, what in parts if size
-    ]
-    if model.uncounted:
-        texts.append(
-            f"{model.uncounted}: not counted and not taken, because the files of the processor are "
-            "missing; set model.path to a directory that has them"
-        )
-    return texts
+def _with_cache(
+    plan: MemoryPlan,
+    model: ModelFootprint,
+    states: StateChoice,
+    room: int,
+    *,
+    num_seqs: int,
+    is_cpu: bool,
+    memory_gib: float | None,
+    is_asked: bool,
+) -> MemoryPlan:
+    """The plan with the memory for blocks and states, divided between them.
 
-
-def _room(plan: MemoryPlan, model: ModelFootprint) -> int:
-    """Bytes that the budget leaves for KV blocks.
+    Args:
+        plan: the plan without a cache.
+        model: the model's sizes.
+        states: how many states the engine needs and wants.
+        room: bytes that are left of the budget.
+        num_seqs: scheduler.max_num_seqs.
+        is_cpu: the device is a CPU.
+        memory_gib: cache.memory_gib.
+        is_asked: whether model.max_model_len is set.
 
     Raises:
-        StartupError: there is no room for the null block and one usable block.
+        StartupError: the cache has no room for two blocks or for a sequence of the set length.
     """
-    room = plan.budget_bytes - plan.fixed_bytes
-    if room < 2 * plan.bytes_per_block:
-        remedies = [*_table_remedies(model, 2 * plan.bytes_per_block - room), "use a smaller model"]
-        tiers = f"buffers of KV tiers {_size(plan.tier_bytes)}, " if plan.tier_bytes else ""
+    bytes_per_block = plan.bytes_per_block
+    one_sequence = (plan.blocks_of_sequences(1) + 1) * bytes_per_block
+    all_sequences = (plan.blocks_of_sequences(num_seqs) + 1) * bytes_per_block
+    cache_bytes, reason = cache_bytes_of(
+        room,
+        states,
+        one_sequence=one_sequence,
+        all_sequences=all_sequences,
+        is_cpu=is_cpu,
+        memory_gib=memory_gib,
+    )
+    num_states = states.choose(
+        cache_bytes,
+        all_sequences=all_sequences,
+        one_sequence=one_sequence,
+        block_bytes=bytes_per_block,
+        is_asked=is_asked,
+    )
+    plan = replace(plan, num_states=num_states, reasons=(*plan.reasons, reason))
+    if states.has_states:
+        plan = replace(plan, reasons=(*plan.reasons, states.reason(num_states)))
+    if model.keeps_states_alone:
+        reason = "KV blocks: none on this stage, whose layers are all recurrent"
+        return replace(plan, num_blocks=_ANY_NUMBER, reasons=(*plan.reasons, reason))
+    if not bytes_per_block:
+        return _without_blocks(plan, num_seqs)
+    return _with_blocks(plan, model, cache_bytes, room, is_asked=is_asked)
+
+
+def _with_blocks(
+    plan: MemoryPlan, model: ModelFootprint, cache_bytes: int, room: int, *, is_asked: bool
+) -> MemoryPlan:
+    """The plan with the blocks that fit into the cache's memory beside the states.
+
+    Raises:
+        StartupError: the states leave no room for two blocks, or `_with_length` raises it.
+    """
+    size, num_bytes = plan.bytes_per_block, cache_bytes - plan.state_bytes
+    if plan.num_states and num_bytes < 2 * size:
         raise StartupError(
-            f"not enough memory: {_size(plan.budget_bytes)} planned of {_size(plan.free_bytes)} "
-            f"free, weights need {_size(plan.weights_bytes)}, activations "
-            f"{_size(plan.activation_bytes)}, graphs {_size(plan.graph_bytes)}, {tiers}"
-            f"two KV blocks {_size(2 * plan.bytes_per_block)}; {', or '.join(remedies)}, "
+            f"not enough memory for the cache: {size_text(cache_bytes)} are planned, states for "
+            f"{plan.num_states - 1} slots need {size_text(plan.state_bytes)}, and two KV blocks "
+            f"{size_text(2 * size)}; raise cache.memory_gib, or lower scheduler.max_num_seqs or "
+            "cache.state_slots"
+        )
+    num_blocks = num_bytes // size
+    plan = replace(plan, num_blocks=num_blocks, kv_bytes=num_blocks * size)
+    return _with_length(plan, model, is_asked=is_asked, room=room)
+
+
+def _without_blocks(plan: MemoryPlan, num_seqs: int) -> MemoryPlan:
+    """The plan of a model without keys and values. It has blocks for all sequences, of 0 bytes."""
+    per_sequence = plan.sequence_blocks(plan.max_model_len) + 1  # admission needs a spare block
+    return replace(plan, num_blocks=num_seqs * per_sequence + 1)
+
+
+def _room(plan: MemoryPlan, model: ModelFootprint, states: StateChoice) -> int:
+    """Bytes that the budget leaves for KV blocks and states.
+
+    Raises:
+        StartupError: there is no room for the null block, one usable block and the fewest states.
+    """
+    room, least = plan.budget_bytes - plan.fixed_bytes, 2 * plan.bytes_per_block
+    least += states.least_bytes
+    if room < least:
+        remedies = [*table_remedies(model, least - room), "use a smaller model"]
+        kept = ""
+        if states.least_bytes:
+            kept = f"states for {states.least - 1} slots {size_text(states.least_bytes)}, "
+            fewer = "scheduler.max_num_seqs" if states.slots is None else "cache.state_slots"
+            remedies.insert(0, f"lower {fewer}")
+        tiers = f"buffers of KV tiers {size_text(plan.tier_bytes)}, " if plan.tier_bytes else ""
+        raise StartupError(
+            f"not enough memory: {size_text(plan.budget_bytes)} planned of "
+            f"{size_text(plan.free_bytes)} free, weights need {size_text(plan.weights_bytes)}, "
+            f"activations {size_text(plan.activation_bytes)}, graphs "
+            f"{size_text(plan.graph_bytes)}, {tiers}{kept}"
+            f"two KV blocks {size_text(2 * plan.bytes_per_block)}; {', or '.join(remedies)}, "
             f"model.dtype=bfloat16, a higher device.memory_fraction or a lower "
             f"scheduler.max_num_batched_tokens"
         )
     return room
-
-
-def _table_remedies(model: ModelFootprint, missing_bytes: int) -> list[str]:
-    """To lower the size of the table, if that frees enough or the table is most of the weights.
-
-    Args:
-        model: has the size of the table.
-        missing_bytes: what the plan lacks.
-    """
-    table = model.media_table_bytes
-    if not table or table < min(missing_bytes, model.weights_bytes / 2):
-        return []
-    return [f"lower {model.media_setting}, whose table is {_size(table)} of the weights"]
-
-
-def _kv_bytes(
-    room: int, *, one_sequence: int, all_sequences: int, is_cpu: bool, memory_gib: float | None
-) -> tuple[int, str]:
-    """Choose the bytes for KV blocks, the null block included. Returns the reason too.
-
-    Raises:
-        StartupError: cache.memory_gib is more than `room`.
-    """
-    if memory_gib is not None:
-        wanted = int(memory_gib * GIB)
-        if wanted > room:
-            raise StartupError(
-                f"cache.memory_gib={memory_gib:g}, but {room / GIB:.2f} GiB are left for KV "
-                f"blocks; lower cache.memory_gib or raise device.memory_fraction"
-            )
-        return wanted, f"KV cache: cache.memory_gib={memory_gib:g}"
-    if not is_cpu:
-        return room, "KV cache: all that is left of the budget"
-    wanted = min(room, max(CPU_KV_BYTES, min(one_sequence, room // 2)))
-    if all_sequences <= wanted:
-        return all_sequences, "KV cache: scheduler.max_num_seqs sequences of full length fit"
-    if wanted == room:
-        return room, "KV cache: all that is left of the budget"
-    return wanted, (
-        f"KV cache: {_size(wanted)} of {_size(room)} that are left, as a CPU's memory belongs to "
-        f"other programs too; set cache.memory_gib for more"
-    )
 
 
 def _with_length(
@@ -360,26 +382,21 @@ def _with_length(
     length = plan.max_model_len if is_asked else plan.block_size
     need = (plan.sequence_blocks(length) + 1) * plan.bytes_per_block
     remedies: list[str] = []
+    kept = plan.state_bytes
     if longest > 0:
         remedies.append(f"lower model.max_model_len to at most {longest}")
     if plan.is_step_large:
         remedies.append(_SMALLER_STEP)
-    if need <= room:
-        remedies.append(f"set cache.memory_gib={math.ceil(need / GIB * 1000) / 1000:g}")
+    if need + kept <= room:
+        remedies.append(f"set cache.memory_gib={math.ceil((need + kept) / GIB * 1000) / 1000:g}")
     else:
-        remedies += _table_remedies(model, need - room)
+        remedies += table_remedies(model, need + kept - room)
+    if kept:
+        remedies.append(f"lower scheduler.max_num_seqs, as {size_text(kept)} are for states")
     remedies.append("use a smaller model or a higher device.memory_fraction")
     raise StartupError(
-        f"not enough memory for one sequence of {length} tokens: its KV blocks need {_size(need)}, "
-        f"and {_size(plan.kv_bytes)} are planned; {', or '.join(remedies)}"
-    )
-
-
-def _size(num_bytes: float) -> str:
-    return (
-        f"{num_bytes / GIB:.2f} GiB"
-        if num_bytes >= GIB / 10
-        else f"{num_bytes / (1 << 20):.1f} MiB"
+        f"not enough memory for one sequence of {length} tokens: its KV blocks need "
+        f"{size_text(need)}, and {size_text(plan.kv_bytes)} are planned; {', or '.join(remedies)}"
     )
 
 

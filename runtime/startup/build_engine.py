@@ -311,7 +311,7 @@ def _make_scheduler(
         config.scheduler,
         cache,
         plan.memory.max_model_len,
-        plan.source.limits,
+        plan.limits,
         costs,
         whole_prompts=kind.takes_whole_prompts,
         max_in_flight=executor.max_in_flight,

@@ -41,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 # Bytes of KV cache that measured steps read. It is more than the caches of most processors hold.
 _CONTEXT_BYTES = 32 << 20
+_CONTEXT_BLOCKS = 512  # the same, if only other stages have layers with keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,14 @@ def calibrate(
         is_cpu: whether the executor's device is a CPU.
     """
     limits = store.limits
-    num_blocks = max(1, min(plan.num_blocks - 1, _CONTEXT_BYTES // plan.bytes_per_block))
+    limits = limits._replace(max_num_seqs=plan.running_seqs(limits.max_num_seqs))
+    size = plan.bytes_per_block
+    num_blocks = _CONTEXT_BYTES // size if size else _CONTEXT_BLOCKS
+    num_blocks = max(1, min(plan.num_blocks - 1, num_blocks))
     if is_cpu:
         executor.call(TouchBlocks(num_blocks))
     buckets = executor.stats().decode_buckets
-    sizes = buckets
+    sizes = [size for size in buckets if size <= limits.max_num_seqs] or buckets[:1]
     if is_cpu or not buckets:
         most = limits.max_num_seqs
         sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
@@ -125,6 +129,7 @@ def calibrate(
             verified_tokens=verified_tokens(limits.rows_per_seq),
             max_num_rows=min(limits.max_num_rows, limits.max_num_batched_tokens),
             groups=plan.groups,
+            num_states=plan.num_states,
         ),
         budget_s=store.graphs.cost_table_budget_s,
     )

@@ -63,7 +63,7 @@ def make_drafter(
     is_queued = not plan.is_cpu and plan.source.shard.num_ranks == 1
     max_drafts = plan.config.speculation.max_drafts
     timer = PhaseTimer(_log_phase)
-    own = plan.draft.memory.limited(plan.memory.num_blocks, plan.draft_model_len)
+    own = plan.draft.memory.limited(plan.memory.num_blocks, plan.draft_model_len, 0)
     rank = build_rank(
         dataclasses.replace(plan.draft, memory=own),
         timer,

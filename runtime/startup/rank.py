@@ -105,7 +105,8 @@ def build_rank(
             with phase("measure"):
                 plan = _with_measured_memory(plan, model, buffers, planner, token_sampler)
             plan = _with_fewest_blocks(plan, peers.meet)
-        kv_cache = plan.kv_cache_spec.allocate(plan.memory.num_blocks, source.device)
+        num_blocks, num_states = plan.memory.num_blocks, plan.memory.num_states
+        kv_cache = plan.kv_cache_spec.allocate(num_blocks, source.device, num_states)
         pages = map_ahead(kv_cache, plan.kv_cache_spec)
         if pages is not None:
             undo.callback(pages.close)
@@ -181,9 +182,8 @@ def _with_measured_memory(
 def _with_fewest_blocks(plan: EnginePlan, meet: Meet) -> EnginePlan:
     """The plan with the KV cache that every rank has room for after measuring its GPU."""
     memory = plan.memory
-    rows = meet("memory", [memory.num_blocks, memory.max_model_len])
-    fewest = min(row[0] for row in rows), min(row[1] for row in rows)
-    return dataclasses.replace(plan, memory=memory.limited(*fewest))
+    rows = meet("memory", memory.shares)
+    return dataclasses.replace(plan, memory=memory.limited(*map(min, zip(*rows, strict=True))))
 
 
 def _open_programs(
@@ -241,6 +241,7 @@ def _make_buffers(plan: EnginePlan, model: LanguageModel, num_copies: int) -> St
         has_adapters=plan.source.adapters is not None,
         groups=groups,
         max_window_blocks_per_seq=num_blocks[1] if len(groups) > 1 else 0,
+        has_states=plan.source.config.recurrent is not None,
     )
 
 
@@ -262,7 +263,7 @@ def _make_planner(
             for group, table in zip(buffers.groups, tables, strict=False)
             if table is not None
         ],
-        sliding_windows=set(plan.source.config.sliding_windows),
+        sliding_windows=set(plan.source.config.attention_windows),
     )
     undo.callback(planner.close)
     return planner

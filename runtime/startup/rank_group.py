@@ -146,7 +146,7 @@ def build_other_rank(
 
 
 def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...]]:
-    """Agree with the other ranks on the number of KV blocks and the longest sequence.
+    """Agree with the other ranks on the numbers of KV blocks and states and the longest sequence.
 
     Each is the least of all ranks, so every rank has room for it.
 
@@ -155,37 +155,38 @@ def agree(plan: EnginePlan, meet: Meet) -> tuple[EnginePlan, tuple[RankInfo, ...
         meet: exchanges numbers with the other ranks.
 
     Returns:
-        The plan with these two numbers, and the facts of each rank.
+        The plan with these numbers, and the facts of each rank.
     """
     memory = plan.memory
     layers = plan.source.shard.layers(plan.source.config.num_layers)
     rows = meet(
         "plan",
         [
-            *(memory.num_blocks, memory.max_model_len, os.getpid(), plan.threads),
+            *(*memory.shares, os.getpid(), plan.threads),
             *(memory.weights_bytes, memory.activation_bytes + memory.tier_bytes),
-            memory.bytes_per_block,
+            *(memory.bytes_per_block, memory.bytes_per_state),
             *(layers.start, layers.size),
         ],
     )
     layout = layout_of(plan.config.parallel)
-    num_blocks, max_model_len = min(row[0] for row in rows), min(row[1] for row in rows)
+    num_blocks, max_model_len, num_states = (min(row[at] for row in rows) for at in range(3))
     infos = tuple(
         RankInfo(
             rank=rank,
             machine=layout.machine_of(rank),
-            pid=row[2],
-            threads=row[3],
-            weights_bytes=row[4],
-            memory_bytes=row[4] + row[5] + num_blocks * row[6],
-            first_layer=row[7],
-            num_layers=row[8],
+            pid=row[3],
+            threads=row[4],
+            weights_bytes=row[5],
+            memory_bytes=row[5] + row[6] + num_blocks * row[7] + num_states * row[8],
+            first_layer=row[9],
+            num_layers=row[10],
         )
         for rank, row in enumerate(rows)
     )
-    plan = dataclasses.replace(plan, memory=memory.limited(num_blocks, max_model_len))
+    memory = memory.limited(num_blocks, max_model_len, num_states)
+    plan = dataclasses.replace(plan, memory=memory)
     if (draft := plan.draft) is not None:  # its cache has the same blocks
         longest = min(max_model_len, draft.memory.max_model_len)
-        limited = draft.memory.limited(num_blocks, longest)
+        limited = draft.memory.limited(num_blocks, longest, 0)
         plan = dataclasses.replace(plan, draft=dataclasses.replace(draft, memory=limited))
     return plan, infos

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +16,9 @@ from ostinato.benchmarks.gpu import stages
 from ostinato.benchmarks.gpu.__main__ import _run_apart, main
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
+from ostinato.models.config.recurrent_spec import DeltaSpec
 from ostinato.runtime.startup.plan.model_source import open_model
+from tests.runtime.hybrid import SLOT_BYTES, hybrid_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +88,31 @@ def test_layers_with_a_window_read_less() -> None:
     assert gemma.decode_bytes(1, 1000) - weights == 1000 * gemma.kv_bytes_per_token
     read = gemma.decode_bytes(1, 34_000) - weights
     assert read == (5 * 34_000 + 29 * 1024) * gemma.kv_bytes_per_token // 34
+
+
+def test_recurrent_layers_read_and_write_their_states() -> None:
+    source = open_model(hybrid_config("device.name=cpu").engine)  # one layer of 4 has attention
+    found = sizes_of(source.config, torch.float32, torch.float32)
+    assert (found.state_bytes, found.state_operations) == (3 * SLOT_BYTES, 0)
+    assert (found.windows, found.attention_size) == ({0: 1}, 4 * 16)
+    kv_bytes = 2 * 2 * 16 * 4  # two heads of 16 floats
+    for context in (1, 100):
+        step = found.decode_bytes(3, context) - found.decode_bytes(0, context)
+        assert step == 3 * (context * kv_bytes + 2 * 3 * SLOT_BYTES)
+    delta = DeltaSpec(
+        layers=(True, False, True, True),
+        num_k_heads=2,
+        num_v_heads=4,
+        k_dim=8,
+        v_dim=16,
+        conv_width=4,
+    )
+    config = dataclasses.replace(source.config, recurrent=delta)
+    assert config.state_operations == 3 * 7 * 4 * 8 * 16
+    found = dataclasses.replace(found, state_operations=config.state_operations)
+    plain = dataclasses.replace(found, state_operations=0)
+    assert found.decode_flop(2, 9) - plain.decode_flop(2, 9) == 2 * config.state_operations
+    assert found.prefill_flop(2, 9) - plain.prefill_flop(2, 9) == 18 * config.state_operations
 
 
 def test_a_stage_that_fails_is_recorded() -> None:

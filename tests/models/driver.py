@@ -3,6 +3,10 @@
 A `Driver` owns a cache and block tables. `step` computes the listed number of further tokens of
 each listed sequence. A list can mix whole prompts, chunks of prompts and decodes. With KV groups,
 blocks that lie outside of the window are given to other sequences. Until then they hold NaN.
+
+With recurrent layers, each sequence has a slot for its states. A step that goes past the end of a
+block keeps the states at the last such end in a slot of their own, from which another sequence can
+continue. Slots that are not written yet hold NaN.
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ class Sequence:
         self.block_ids: list[int] = []
         self.window_block_ids: list[int] = []  # of the second group
         self.num_freed = [0, 0]  # blocks of each group
+        self.state_slot = 0  # the slot of its states; 0 = it begins
+        self.write_slot = 0  # the slot that its steps write
+        self.checkpoints: dict[int, int] = {}  # tokens -> the slot of the states after them
 
 
 class Driver:
@@ -61,7 +68,14 @@ class Driver:
         self.groups = groups
         self.dtype = dtype or next(model.parameters()).dtype
         spec = config.kv_cache_spec(self.block_size, self.dtype, shard=shard, groups=groups)
-        self.cache = spec.allocate(num_blocks, torch.device("cpu"))
+        num_states = 128 if spec.recurrent is not None else 0
+        self.cache = spec.allocate(num_blocks, torch.device("cpu"), num_states)
+        self.has_states = spec.recurrent is not None
+        self.free_slots = list(range(1, num_states))
+        if spec.recurrent is not None:
+            for states, is_recurrent in zip(self.cache, spec.recurrent.layers, strict=True):
+                for each in states if is_recurrent else ():
+                    each.fill_(torch.nan)
         # Blocks are handed out from the end, so that no sequence has the blocks 1, 2, 3, ...
         self.free_blocks = list(range(1, num_blocks))
 
@@ -71,6 +85,7 @@ class Driver:
         assert self.groups == WHOLE_CACHE, "the blocks of a window can be free"
         assert sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens], "prefixes differ"
         sequence.block_ids = other.block_ids[: num_tokens // self.block_size]
+        sequence.state_slot = other.checkpoints.get(num_tokens, 0)
         sequence.num_computed = num_tokens
 
     def batch(self, scheduled: list[tuple[Sequence, int]]) -> ForwardBatch:
@@ -103,6 +118,8 @@ class Driver:
                 adapters.append(sequence.adapter_slot)
             starts.append(len(token_ids))
             lengths.append(end)
+        state_slots = [self.states(sequence, num_tokens) for sequence, num_tokens in scheduled]
+        state_slots += [(0, 0, 0, 0)] * (self.max_seqs - len(scheduled))
         padding = max(0, self.pad_to - len(token_ids))
         starts += [starts[-1]] * (self.max_seqs + 1 - len(starts))
         lengths += [0] * (self.max_seqs - len(lengths))
@@ -121,7 +138,21 @@ class Driver:
             else None,
             window_block_table=tables[1] if len(tables) > 1 else None,
             window_slot_mapping=torch.tensor(slots[1] + [0] * padding) if len(slots) > 1 else None,
+            state_slots=torch.tensor(state_slots, dtype=torch.int32) if self.has_states else None,
         )
+
+    def states(self, sequence: Sequence, num_tokens: int) -> tuple[int, int, int, int]:
+        """The sequence's row of `state_slots` for a step of this many tokens."""
+        if not self.has_states:
+            return 0, 0, 0, 0
+        if not sequence.write_slot:
+            sequence.write_slot = self.free_slots.pop()
+        begin, end = sequence.num_computed, sequence.num_computed + num_tokens
+        kept = (end - 1) // self.block_size * self.block_size
+        if kept <= begin or len(self.free_slots) < 64:  # the others are for sequences
+            return sequence.state_slot, sequence.write_slot, 0, 0
+        slot = sequence.checkpoints.setdefault(kept, self.free_slots.pop())
+        return sequence.state_slot, sequence.write_slot, slot, kept - begin
 
     @torch.no_grad()
     def step(self, scheduled: list[tuple[Sequence, int]]) -> list[Tensor]:
@@ -131,6 +162,7 @@ class Driver:
         logits = self.model.compute_logits(hidden)
         for sequence, num_tokens in scheduled:
             sequence.num_computed += num_tokens
+            sequence.state_slot = sequence.write_slot
             self.free_behind_window(sequence)
         sizes = [num_tokens for _, num_tokens in scheduled]
         return list(logits[: sum(sizes)].split(sizes))

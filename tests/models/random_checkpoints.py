@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-SHARED = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": 7,
-    "pad_token_id": None,
-}
-TWO_KV_HEADS = {**SHARED, "num_key_value_heads": 2}
+from tests.models.recurrent_variants import RECURRENT
+from tests.models.variant import SHARED, TWO_KV_HEADS, Variant
+
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -94,21 +83,6 @@ YARN = {
 }
 GROWING = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7}
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A configuration, and how its checkpoint is stored."""
-
-    model_type: str
-    settings: dict[str, Any]
-    shard_size: str = "1GB"
-    pickled: bool = False
-    attention: str = "eager"  # the attention that transformers uses
-
-    def as_one_file(self) -> Variant:
-        """The same model in one safetensors file."""
-        return replace(self, shard_size="1GB", pickled=False)
 
 
 VARIANTS = {
@@ -414,6 +388,7 @@ VARIANTS = {
         "stablelm", {**SHARED, "num_key_value_heads": 4, "use_parallel_residual": True}
     ),
     "starcoder2": Variant("starcoder2", {**TWO_KV_HEADS, "sliding_window": 17}),
+    **RECURRENT,
 }
 
 

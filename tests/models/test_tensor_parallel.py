@@ -184,6 +184,8 @@ CASES = [
     ("olmo2", 2),
     ("olmo2", 4),  # the norm over all heads counts every head of keys twice
     ("olmoe", 2),
+    ("lfm2", 2),
+    ("lfm2-bias", 4),  # biases of convolutions, divided, and of projections, added once
 ]
 
 
@@ -328,6 +330,7 @@ def test_all_ranks_run_the_programs_of_the_first_one_captured(tmp_path: Path) ->
     ("name", "world", "words"),
     [
         ("llama3", 3, "num_attention_heads=4 .* 3 tensor.* set parallel.tensor to 1 or 2 or 4"),
+        ("lfm2", 3, "num_attention_heads=4 .* 3 tensor.* set parallel.tensor to 1 or 2 or 4"),
         ("qwen2-moe", 8, "num_attention_heads=4 .* 8 .* set parallel.tensor to 1 or 2 or 4"),
     ],
 )

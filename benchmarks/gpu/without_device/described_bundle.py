@@ -135,6 +135,11 @@ def _check(plan: EnginePlan) -> None:
                 f"compile.gpu compiles models of texts, and {model.architecture} takes "
                 f"{inputs}; compile on a machine with the GPU"
             )
+    if model.recurrent is not None:
+        raise StartupError(
+            f"compile.gpu compiles models whose layers all have attention, and "
+            f"{model.architecture} has recurrent layers; compile on a machine with the GPU"
+        )
     if plan.backend != "triton":
         raise StartupError(
             f"compile.gpu compiles the kernels of graphs.attention=triton, and this model takes "

@@ -5,6 +5,8 @@
 In a mixture of experts, a token is multiplied with the experts that it is routed to. A step reads
 all experts that its tokens are routed to. Routing is assumed to be uniform and independent.
 
+A recurrent layer reads and writes the states of each sequence once in a step, whatever the context.
+
 An engine on several devices adds the time of exchanges between them: two sums over all ranks of a
 stage in each layer (in two phases, each of one latency, as reduce-scatter and all-gather), and one
 hand-off of hidden states between two stages. A step has the fixed cost once in each stage.
@@ -125,6 +127,8 @@ class ModelShape:
     # {window: layers that have it}, windows as `paged_attention` takes them. Empty = no layer has
     # a window.
     windows: dict[int, int] = field(default_factory=dict)
+    state_bytes: int = 0  # states of a sequence in all recurrent layers
+    state_operations: int = 0  # by one token, on all of these states
     num_layers: int = 0
     hidden_bytes: int = 0  # one token's hidden state, which ranks and stages exchange
 
@@ -168,7 +172,10 @@ def roofline_table(
         # Each new token attends to its context and on average to half of the new tokens.
         length = model.seen(context + tokens / seqs / 2)
         read = seqs * (model.seen(context) + tokens / seqs) * model.kv_bytes_per_token
-        attention = max(4.0 * tokens * length * model.attention_width / rate, read / bandwidth)
+        read += 2 * seqs * model.state_bytes
+        work = 4.0 * tokens * length * model.attention_width
+        work += tokens * model.state_operations
+        attention = max(work / rate, read / bandwidth)
         hidden = tokens * model.hidden_bytes
         exchanges = 2 * model.num_layers * division.sum_seconds(hidden)
         exchanges += division.hand_off_seconds(hidden)

@@ -28,6 +28,12 @@ def adapter_space(config: EngineConfig, model: ModelConfig) -> AdapterSpace | No
             "such models have no adapters; merge the adapter into the checkpoint, and leave the "
             "section lora at its defaults"
         )
+    if model.recurrent is not None:
+        raise StartupError(
+            f"lora.max_adapters={lora.num_slots}, but {model.architecture} has recurrent layers, "
+            "and such models have no adapters; merge the adapter into the checkpoint, and leave "
+            "the section lora at its defaults"
+        )
     if not issubclass(class_of(model), Decoder):
         how = "runs through transformers" if model.kind.generates else "is an encoder"
         raise StartupError(

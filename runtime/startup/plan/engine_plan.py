@@ -23,6 +23,7 @@ from ostinato.ops.fused.fused_linear import warm_up_tokens
 from ostinato.ops.moe.flashinfer_experts import why_unsupported
 from ostinato.ops.moe.moe_linear import tile_tokens
 from ostinato.ops.quantized import GPU_TILE_TOKENS
+from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.memory.footprint import CUDA_GRAPH_BYTES
 from ostinato.runtime.memory.memory_plan import GIB, MemoryPlan
@@ -56,6 +57,12 @@ class EnginePlan:
     def is_cpu(self) -> bool:
         """Whether the model runs on a CPU."""
         return self.source.device.type == "cpu"
+
+    @property
+    def limits(self) -> StepLimits:
+        """The largest step, with only as many sequences as have a slot for their states."""
+        limits = self.source.limits
+        return limits._replace(max_num_seqs=self.memory.running_seqs(limits.max_num_seqs))
 
     @property
     def draft_model_len(self) -> int:

@@ -61,6 +61,7 @@ from ostinato.runtime.startup.plan.refusals import (
     check_cache_scales,
     check_division,
     check_speculation,
+    why_no_draft,
 )
 from ostinato.runtime.startup.plan.sound_source import count_sound_rows, read_sounds
 from ostinato.runtime.text.vocabulary import vocabulary_difference
@@ -125,7 +126,9 @@ class ModelSource:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shapes of the KV cache on this rank."""
         dtype, groups = self.cache_dtype, self.kv_groups
-        return self.config.kv_cache_spec(block_size, dtype, shard=self.shard, groups=groups)
+        return self.config.kv_cache_spec(
+            block_size, dtype, activation_dtype=self.dtype, shard=self.shard, groups=groups
+        )
 
 
 def open_model(
@@ -265,7 +268,7 @@ def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
         raise StartupError(str(error)) from error
     except StartupError as error:
         raise StartupError(f"{key} cannot be the {what}: {error}") from error
-    reason = _why_no_head(config, draft, target) if is_head else _why_no_draft(draft)
+    reason = _why_no_head(config, draft, target) if is_head else why_no_draft(draft.config)
     if reason is None:
         reason = _why_other_vocabulary(config, draft, target)
     if reason is not None:
@@ -348,17 +351,6 @@ def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -
             f"its hidden size is {head.config.hidden_size}, and the model's is {model.hidden_size}"
             "; a head reads the model's embeddings"
         )
-    return None
-
-
-def _why_no_draft(draft: ModelSource) -> str | None:
-    """Why a model cannot draft for any other model; None if it can."""
-    if not draft.config.kind.generates:
-        return f"{draft.config.architecture} does not generate"
-    if draft.config.vision is not None:
-        return f"{draft.config.architecture} takes images, and a draft model sees none"
-    if draft.config.audio is not None or draft.config.sound is not None:
-        return f"{draft.config.architecture} takes audio, and a draft model hears none"
     return None
 
 

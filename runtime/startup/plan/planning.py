@@ -134,7 +134,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
     """The sizes of a model that the memory plan needs."""
     model, limits = source.config, source.limits
     skeleton, unit = model_skeleton(source), source.kv_cache_spec(1)
-    stage = source.shard.stage
+    stage, recurrent = source.shard.stage, unit.recurrent
     # Each stage after the first has memory for the hidden states of the steps in flight. On a GPU
     # this is memory of the host, so it is not counted. With NCCL or gloo a stage also has a tensor
     # for the states that it receives, and one for those that it sends. With gloo, memory of the
@@ -150,6 +150,9 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         kv_bytes_per_unit=unit.bytes_per_block,
         groups=source.kv_groups,
         group_reason=describe_groups(config, model, source.kv_groups),
+        has_states=recurrent is not None,
+        state_bytes=0 if recurrent is None else recurrent.bytes_per_slot,
+        keeps_states_alone=not unit.num_layers and bool(model.attention_windows),
         hidden_size=model.hidden_size,
         # Every rank holds the activations of experts in full width.
         intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
@@ -342,7 +345,7 @@ def plan_measured(
     spec = source.kv_cache_spec(config.cache.block_size)
 
     def largest_step() -> None:
-        null_block = spec.allocate(1, source.device)
+        null_block = spec.allocate(1, source.device, num_states=1)
         runner = GraphRunner(model, null_block, buffers, table=table, planner=planner)
         runner.plan_buckets()
         limits = source.limits

@@ -18,7 +18,13 @@ from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import free_host_memory
 from ostinato.runtime.memory.memory_plan import GIB
 
-__all__ = ("check_cache_scales", "check_division", "check_speculation", "check_tiers")
+__all__ = (
+    "check_cache_scales",
+    "check_division",
+    "check_speculation",
+    "check_tiers",
+    "why_no_draft",
+)
 
 
 def check_cache_scales(
@@ -45,9 +51,18 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
     """Refuse drafts if the model does not support them or a step is too small.
 
     Raises:
-        StartupError: the model does not generate, or a step has fewer tokens than a draft.
+        StartupError: the model does not generate or has recurrent layers, or a step has fewer
+            tokens than a draft.
     """
     method, max_tokens = config.speculation.drafter, config.speculation.max_tokens
+    has_proposer = method is SpeculationMethod.none and limits.rows_per_seq > 1
+    if model.recurrent is not None and (has_proposer or method is not SpeculationMethod.none):
+        what = "LLM(proposer=...)" if has_proposer else f"speculation.method={method}"
+        remedy = "leave the proposer out" if has_proposer else "set speculation.method=none"
+        raise StartupError(
+            f"{what} needs states that go back behind refused drafts, and the states of the "
+            f"recurrent layers of {model.architecture} cannot; {remedy}"
+        )
     if method is SpeculationMethod.none:
         return
     if not model.kind.generates:
@@ -62,6 +77,20 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
         )
 
 
+def why_no_draft(model: ModelConfig) -> str | None:
+    """Why a model cannot draft for any other model; None if it can."""
+    if not model.kind.generates:
+        return f"{model.architecture} does not generate"
+    for what, is_so in (
+        ("takes images, and a draft model sees none", model.vision),
+        ("takes audio, and a draft model hears none", model.audio or model.sound),
+        ("has recurrent layers, whose states cannot go back behind drafts", model.recurrent),
+    ):
+        if is_so is not None:
+            return f"{model.architecture} {what}"
+    return None
+
+
 def check_tiers(
     config: EngineConfig, model: ModelConfig, device: torch.device, *, is_here: bool
 ) -> None:
@@ -74,8 +103,8 @@ def check_tiers(
         is_here: whether the device is in this machine.
 
     Raises:
-        StartupError: the model keeps no keys and values, ranks are on several machines, host
-            memory is the device's memory, or host memory is too small.
+        StartupError: the model keeps no keys and values or has recurrent layers, ranks are on
+            several machines, host memory is the device's memory, or host memory is too small.
     """
     cache = config.cache
     host_key = f"cache.host_gib={cache.host_gib:g}"
@@ -84,6 +113,11 @@ def check_tiers(
         raise StartupError(
             f"{key} is for models that keep keys and values, and {model.architecture} does not; "
             "leave it out"
+        )
+    if cache.has_tiers and model.recurrent is not None:
+        raise StartupError(
+            f"{key} copies KV blocks, and {model.architecture} has recurrent layers, whose states "
+            "are not copied; leave it out"
         )
     if cache.disk_dir and config.parallel.machines_per_engine > 1:
         raise StartupError(

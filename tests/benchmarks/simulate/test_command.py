@@ -24,6 +24,7 @@ from ostinato.conf.compose import load_config
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.model_source import open_model
+from tests.runtime.hybrid import SLOT_BYTES, hybrid_config
 
 LLAMA_8B = ModelShape(
     num_parameters=7_500_000_000,
@@ -113,6 +114,32 @@ def test_a_roofline_reads_the_window_alone():
     assert short[0] == pytest.approx(short[1])
     saved = 64 * 29 / 34 * (16_384 - 1024) * shape.kv_bytes_per_token
     assert long[1] - long[0] == pytest.approx(saved / (0.85 * device.bandwidth_gb_s * 1e9))
+
+
+def test_a_roofline_reads_and_writes_states_whatever_the_context():
+    source = open_model(without_weights(hybrid_config()), torch.device("cuda"))
+    shape = model_shape(source)
+    assert (shape.state_bytes, shape.state_operations) == (3 * SLOT_BYTES, 0)
+    assert (shape.windows, shape.num_layers, shape.attention_width) == ({0: 1}, 4, 4 * 16)
+    device, limits = ACCELERATORS["h100"], StepLimits(64, 2048)
+    states = 2 << 20
+    tables = [
+        roofline_table(device, dataclasses.replace(shape, state_bytes=size), limits, 32_768)
+        for size in (0, states)
+    ]
+    for context in (0, 1024, 16_384):
+        without, with_states = (table.decode_seconds(64, context) for table in tables)
+        seconds = 2 * 64 * states / (0.85 * device.bandwidth_gb_s * 1e9)
+        assert with_states - without == pytest.approx(seconds)
+
+
+def test_a_simulated_engine_has_the_slots_of_its_plan():
+    words = ("scheduler.max_num_seqs=null", "cache.state_slots=6")
+    spec = planned_spec(hybrid_config(*words, "speculation.method=auto"), None, "h100")
+    assert (spec.num_states, spec.upper.max_num_seqs, spec.limits.max_num_seqs) == (7, 5, 5)
+    assert spec.drafts is None
+    stages = hybrid_config("parallel.pipeline=2", attention=(0,))
+    assert 1 < planned_spec(stages, None, "h100").num_blocks < 1 << 20
 
 
 def test_a_model_without_experts_reads_all_weights():

@@ -71,6 +71,11 @@ NEUTRAL_IN = {
         "summary_use_proj": "a head of another task",
     },
     "gpt_neox": {"is_decoder": "the model is always a decoder"},
+    "lfm2": {"full_attn_idxs": "layer_types decides"},
+    "lfm2-bias": {
+        "block_ffn_dim_multiplier": "block_auto_adjust_ff_dim is off",
+        "block_multiple_of": "block_auto_adjust_ff_dim is off",
+    },
     "llama-dynamic": {"rope_parameters.factor": "only for longer contexts than are served"},
     "llama4_text": {
         "interleave_moe_layer_step": "moe_layers decides",

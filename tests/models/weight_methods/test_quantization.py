@@ -51,7 +51,7 @@ BOTH = {
         embedding=Int4(symmetric=False),
     ),
 }
-NAMES = ["gpt2", "llama3", "qwen2", "qwen3-tied"]
+NAMES = ["gpt2", "lfm2", "llama3", "qwen2", "qwen3-tied"]
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +144,9 @@ def test_matrices_of_cuda_are_laid_out_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_cut_into_steps_and_batched_the_bits_are_the_same(directory, kind: str) -> None:
-    model, config = loaded(directory("qwen3-tied"), BOTH[kind])
+@pytest.mark.parametrize("name", ["qwen3-tied", "lfm2"])
+def test_cut_into_steps_and_batched_the_bits_are_the_same(directory, name: str, kind: str) -> None:
+    model, config = loaded(directory(name), BOTH[kind])
     whole = logits_of(model, config)
     driver = Driver(model, config, dtype=torch.float32)
     assert torch.equal(driver.prefill(Sequence(PROMPT), [5, 1, 17, 20]), whole)
@@ -167,7 +168,7 @@ def test_compiled_equals_eager(directory, form: GraphForm) -> None:
     assert torch.equal(driver.prefill(Sequence(PROMPT), [16, 27]), whole)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+@pytest.mark.parametrize("name", ["gpt2", "lfm2", "llama3"])
 def test_quantised_while_loading_equals_quantised_after(directory, name: str) -> None:
     model, config = loaded(directory(name), BOTH["int4"], torch.bfloat16)
     plain = dict(loaded(directory(name), PLAIN, torch.bfloat16)[0].named_parameters())

@@ -250,6 +250,26 @@ def test_without_a_table() -> None:
     assert "cost table" not in llm.model.startup_seconds
 
 
+@pytest.mark.parametrize("num_states", [0, 10, 4])
+def test_each_sequence_has_a_slot_for_its_states(num_states: int) -> None:
+    slots: list[list[tuple[int, ...] | None]] = []
+    device = Device(make_space(num_states=num_states))
+
+    def execute(output: SchedulerOutput) -> None:
+        slots.append([entry.state_slots for entry in output.scheduled])
+        device.execute(output)
+
+    measure_costs(execute, device.space, budget_s=5.0, clock=device.clock)
+    for step in slots:
+        if not num_states:
+            assert set(step) == {None}
+            continue
+        one = [slot for slot in step if slot is not None]
+        assert [(read, *rest) for read, _, *rest in one] == [(write, 0, 0) for _, write, *_ in one]
+        assert {slot[0] for slot in one} <= set(range(1, num_states))
+        assert len(set(one)) == min(len(step), num_states - 1)
+
+
 def test_a_target_needs_a_table() -> None:
     with pytest.raises(StartupError, match="itl_target_ms=20 needs measured step costs"):
         LLM(config=tiny_config("graphs.cost_table_budget_s=0", "scheduler.itl_target_ms=20"))

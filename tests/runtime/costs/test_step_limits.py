@@ -51,7 +51,9 @@ def test_upper_bounds(
     seqs: int | None, tokens: int | None, is_cpu: bool, expected: tuple[int, int]
 ) -> None:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    assert upper_limits(config, is_cpu=is_cpu) == StepLimits(*expected)
+    assert upper_limits(config, is_cpu=is_cpu) == StepLimits(
+        *expected, chooses_seqs=config.max_num_seqs is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,11 +73,11 @@ def test_rows_of_the_largest_step(limits: StepLimits, rows: int) -> None:
 
 def test_rows_per_sequence_are_those_of_the_drafter_whatever_is_decided() -> None:
     upper = upper_limits(SchedulerConfig(), max_drafts=3)
-    assert upper == StepLimits(64, 2048, 4, 128)
+    assert upper == StepLimits(64, 2048, 4, 128, chooses_seqs=True)
     decided = decide_limits(SchedulerConfig(), upper, PLATEAU).limits
     assert (decided.rows_per_seq, decided.max_step_drafts) == (4, 128)
     on_gpu = upper_limits(SchedulerConfig(), is_cpu=False, max_drafts=3)
-    assert on_gpu == StepLimits(256, 8192, 4)
+    assert on_gpu == StepLimits(256, 8192, 4, chooses_seqs=True)
 
 
 def test_a_step_keeps_its_room_for_an_image_beside_its_sequences() -> None:

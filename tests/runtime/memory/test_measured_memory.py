@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ostinato.conf.schema import DeviceConfig, SchedulerConfig
+from ostinato.conf.schema import DeviceConfig
 from ostinato.conf.sections.cache_schema import CacheConfig
+from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.memory.footprint import GraphFootprint, MeasuredMemory
 from ostinato.runtime.memory.measured_memory import compare_with_plan, measure
 from ostinato.runtime.memory.memory_plan import MemoryPlan, plan_memory
@@ -57,7 +58,7 @@ def plan() -> MemoryPlan:
         is_cpu=False,
         device=DeviceConfig(),
         cache=CacheConfig(),
-        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048),
+        scheduler=StepLimits(64, 2048),
         graphs=GraphFootprint(num_graphs=5, max_tokens=256),
     )
 
