@@ -20,6 +20,7 @@ __all__ = ("BatchBuilder", "StepShape", "tokens_per_seq")
 
 # A step of at most this many sequences and tokens is written one by one if all tokens are sampled.
 _FEW_SEQUENCES, _FEW_TOKENS = 4, 32
+_NO_STATES = (0, 0, 0, 0)  # states begin with zeros, and slot 0 is written
 
 
 class StepShape(NamedTuple):
@@ -114,6 +115,10 @@ class BatchBuilder:
                 self._tables[0].append(entry.row, entry.new_block_ids)
             if entry.new_window_block_ids:
                 self._tables[1].append(entry.row, entry.new_window_block_ids)
+        if (host_slots := self._buffers.host.state_slots) is not None:
+            host_slots[: output.num_seqs] = [
+                entry.state_slots or _NO_STATES for entry in output.scheduled
+            ]
         shape = self._build(output.scheduled, output.num_tokens)
         if self._adapter_slots is None:
             return shape

@@ -9,7 +9,7 @@ it, and it is never allocated.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import NewType
 
@@ -193,6 +193,20 @@ class BlockPool:
             _remove_free(block)
             _insert_free(self._free_ends.prev_free, block)
 
+    def forget(self, block_id: int) -> None:
+        """Drop the hashes of one block, whose contents change. A free block is allocated next."""
+        block = self._blocks[block_id]
+        for block_hash in block.hashes:
+            del self._cached[block_hash]
+        block.hashes = ()
+        if block.ref_count == 0:
+            _remove_free(block)
+            _insert_free(self._free_ends, block)
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether a lookup finds the block."""
+        return bool(self._blocks[block_id].hashes)
+
     def get_cached(self, block_hash: BlockHash) -> int | None:
         """The id of a block with these contents, or None."""
         block = self._cached.get(block_hash)
@@ -290,6 +304,23 @@ class BlockPool:
             _check(block_hash in block.hashes, f"{block!r} is found by a hash that it lost")
         for block in held:
             _check(block.next_free is block.prev_free is block, f"{block!r} is held and free")
+
+    def check_references(self, counts: Mapping[int, int], name: str) -> None:
+        """Compare the reference counts with those that are known to the pool's users.
+
+        Args:
+            counts: block id -> references. Blocks without any may be left out.
+            name: what a block is called in the error.
+
+        Raises:
+            AssertionError: a count differs; the text names the block.
+        """
+        for block in self._blocks:
+            held, listed = block.ref_count, counts.get(block.block_id, 0)
+            if held != listed:
+                raise AssertionError(
+                    f"{name} {block.block_id} has {held} references and is in {listed} tables"
+                )
 
 
 def _insert_free(after: Block, block: Block) -> None:

@@ -3,7 +3,7 @@
 Lookups find a block as soon as the step that fills it is scheduled. The attention op writes all
 keys and values of a step before any row attends, so sequences of the same step can share the block
 too. Therefore every scheduled step must be executed. If a scheduled step was not executed, the
-cache must be reset.
+cache must be reset. States of recurrent layers are found one step later (state_slots.py).
 
 The manager takes token ids and counts as plain arguments and keeps no record of sequences. Only the
 scheduler keeps the number of computed tokens of each sequence.
@@ -11,6 +11,7 @@ scheduler keeps the number of computed tokens of each sequence.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -22,16 +23,20 @@ from ostinato.models.kv_groups import (
     longest_sequence,
     sequence_blocks,
 )
-from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockPool, hash_blocks, hash_root
-from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks, media_extras
-from ostinato.runtime.kv.prefix_index import PrefixIndex, PrefixMatch, first_read
+from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockPool, hash_root
+from ostinato.runtime.kv.block_table import (
+    BlockTable,
+    GroupBlocks,
+    SequenceStates,
+    media_extras,
+)
+from ostinato.runtime.kv.prefix_index import UNLIMITED, PrefixIndex, PrefixMatch, first_read
+from ostinato.runtime.kv.state_slots import StateSlots
 from ostinato.runtime.kv.tier_index import TierIndex
 from ostinato.runtime.types.audio import PromptSound
 from ostinato.runtime.types.images import PromptImage
 
 __all__ = ("KVCacheManager", "NewBlocks")
-
-_UNLIMITED = 1 << 60
 
 
 class NewBlocks(NamedTuple):
@@ -42,7 +47,7 @@ class NewBlocks(NamedTuple):
 
 
 class KVCacheManager:
-    """Block tables over a `BlockPool`, with prefix caching.
+    """Block tables over a `BlockPool` and slots for states, with prefix caching.
 
     Args:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
@@ -53,13 +58,16 @@ class KVCacheManager:
         groups: the groups of layers that have blocks of their own.
         step_tokens: tokens of the largest step; None = any number. Only groups with a window need
             it: a prompt has blocks for its next step only.
+        num_states: slots for the states of recurrent layers, slot 0 included; 0 = no layer is
+            recurrent. With states, there are no tiers.
 
     Attributes:
         prefix_queries: prompt tokens that were looked up at a sequence's first admission.
         prefix_hits: tokens of these lookups that were found.
+        states: the slots for states of recurrent layers; None = no layer is recurrent.
 
     Raises:
-        ValueError: there are fewer than 2 blocks, or a block has no token.
+        ValueError: there are fewer than 2 blocks, a block has no token, or there is one slot.
     """
 
     def __init__(
@@ -71,10 +79,12 @@ class KVCacheManager:
         tiers: TierIndex | None = None,
         groups: tuple[KVGroup, ...] = WHOLE_CACHE,
         step_tokens: int | None = None,
+        num_states: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")
         assert tiers is None or groups == WHOLE_CACHE, "tiers store blocks of one group"
+        assert tiers is None or not num_states, "tiers store no states"
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
@@ -83,9 +93,12 @@ class KVCacheManager:
         self.groups = groups
         self.has_windows = any(group.window for group in groups)
         self._sizes = [group.units * block_size for group in groups]  # tokens of a block
-        self._step_tokens = _UNLIMITED if step_tokens is None else step_tokens
+        self._step_tokens = UNLIMITED if step_tokens is None else step_tokens
         self._pool = BlockPool(total_blocks, on_evict=None if tiers is None else tiers.on_evict)
-        self._index = PrefixIndex(self._pool, groups, block_size)
+        self.states = StateSlots(num_states, block_size) if num_states else None
+        self._index = PrefixIndex(
+            self._pool, groups, block_size, step_tokens=self._step_tokens, states=self.states
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -123,6 +136,8 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """Note that a step is planned, after all steps before it."""
         self._index.begin_step()
+        if self.states is not None:
+            self.states.begin_step()
 
     def new_table(
         self,
@@ -138,6 +153,8 @@ class KVCacheManager:
             table.num_kept = self.tiers.num_kept_blocks(
                 num_prompt_tokens, self.block_size, is_salted=bool(cache_salt)
             )
+        if self.states is not None:
+            table.states = SequenceStates(num_prompt_tokens)
         return table
 
     def match_prefix(
@@ -153,13 +170,12 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return PrefixMatch(0, [GroupBlocks() for _ in self.groups])
         num_units = max_tokens // self.block_size
-        self._hash_up_to(table, token_ids, num_units)
-        num_found, groups = self._index.find(table.hashes, num_units)
-        match = PrefixMatch(num_found * self.block_size, groups)
+        table.hash_up_to(token_ids, num_units, self.block_size)
+        match = self._index.find(table.hashes, num_units)
         if self.tiers is None:
             return match
         places: list[int] = []
-        for block_hash in islice(table.hashes, num_found, num_units):
+        for block_hash in islice(table.hashes, len(match.block_ids), num_units):
             place = self.tiers.find(block_hash)
             if place is None:
                 break
@@ -167,42 +183,8 @@ class KVCacheManager:
         return match._replace(places=places)
 
     def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
-        """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs.
-
-        Blocks of a window that another sequence holds come on top, because the other sequence can
-        hold them for longer.
-        """
-        missing = 0
-        for index in range(len(self.groups)):
-            missing += self._num_new(index, match, num_tokens)
-            missing += self._pool.num_unheld(self._shared(index, match))
-        return missing
-
-    def _whole_blocks(self, index: int, match: PrefixMatch) -> int:
-        """Blocks of a group's match, without a last block that is needed in part."""
-        return match.num_tokens // self._sizes[index]
-
-    def _shared(self, index: int, match: PrefixMatch) -> list[int]:
-        """The blocks of a group's match that the sequence takes without a copy."""
-        blocks = match.groups[index]
-        return blocks.ids[blocks.num_freed : self._whole_blocks(index, match)]
-
-    def _num_new(self, index: int, match: PrefixMatch, num_tokens: int) -> int:
-        """Blocks of a group that a sequence with this match gets at its admission, besides them.
-
-        In a group with a window these are the most that it holds at once, without the shared blocks
-        that become its own. So its next steps need no further block.
-        """
-        size, whole = self._sizes[index], self._whole_blocks(index, match)
-        count = -(-num_tokens // size) - whole
-        if self.groups[index].window:
-            first = -(-(match.num_tokens + self._step_tokens) // size) - whole
-            most = sequence_blocks(
-                self.groups[index : index + 1], self.block_size, _UNLIMITED, self._step_tokens
-            )
-            own = self._pool.num_unheld(self._shared(index, match))
-            count = min(count, max(first, most - own))
-        return count
+        """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs."""
+        return self._index.num_missing(match, num_tokens)
 
     def admit(
         self, table: BlockTable, match: PrefixMatch, num_tokens: int
@@ -220,15 +202,20 @@ class KVCacheManager:
 
         Returns:
             Copies (from, to), which must be made before the next step writes. None if too few
-            blocks are free; then nothing is changed.
+            blocks or no slot for states is free; then nothing is changed.
         """
         assert table.is_empty, f"{table!r} is admitted while it holds blocks"
         if self.num_missing_blocks(num_tokens, match) > self._pool.num_free:
             return None
-        num_new = [self._num_new(index, match, num_tokens) for index in range(len(self.groups))]
+        if self.states is not None:
+            if not self.states.num_free:
+                return None
+            self.states.admit(table, match.state_slot, match.branch)
+        indices = range(len(self.groups))
+        num_new = [self._index.num_new(index, match, num_tokens) for index in indices]
         in_part: list[tuple[int, int, int]] = []  # group, entry of its table, block to copy
         for index, (blocks, matched) in enumerate(zip(table.groups, match.groups, strict=True)):
-            whole = self._whole_blocks(index, match)
+            whole = self._index.num_whole(index, match)
             blocks.ids, blocks.num_freed = matched.ids[:whole], matched.num_freed
             self._pool.touch(blocks.held())
             in_part += [(index, whole, block_id) for block_id in matched.ids[whole:]]
@@ -317,6 +304,28 @@ class KVCacheManager:
         self._pool.touch(parent.held())
         child.groups = [GroupBlocks(one.ids[:], one.num_freed) for one in parent.groups]
         child.num_registered = parent.num_registered
+        if self.states is not None:
+            self.states.fork(parent, child)
+
+    def rewind_states(self, table: BlockTable, token_ids: Sequence[int]) -> int | None:
+        """Go back to kept states before the last known token, because it must be computed again.
+
+        The tokens after these states are computed again too, into the same blocks. So states before
+        a block that another table shares, or whose window is freed, are not used.
+
+        Returns:
+            The position that the next step begins with. None if there is none; then the sequence
+            must be preempted.
+        """
+        assert self.states is not None, "there are recurrent layers"
+        least = 0
+        for group, size, blocks in zip(self.groups, self._sizes, table.groups, strict=True):
+            index = len(blocks.ids)
+            while index > blocks.num_freed and self._pool.ref_count(blocks.ids[index - 1]) == 1:
+                index -= 1
+            seen = blocks.num_freed * size + group.window - 1 if blocks.num_freed else 0
+            least = max(least, index * size, seen)
+        return self.states.rewind(table, token_ids, least)
 
     def make_writable(self, table: BlockTable, position: int) -> list[tuple[int, int]] | None:
         """Make sure that only this table holds the blocks of `position`, which is computed next.
@@ -353,12 +362,14 @@ class KVCacheManager:
             num_computed: how many positions are computed, or will be by a scheduled step. Positions
                 beyond the known tokens are ignored, because their token has not arrived.
         """
+        if self.states is not None:
+            self.states.settle(table, token_ids)
         if not self.enable_prefix_caching:
             return
         num_full = min(num_computed, len(token_ids)) // self.block_size
         if num_full <= table.num_registered:
             return
-        self._hash_up_to(table, token_ids, num_full)
+        table.hash_up_to(token_ids, num_full, self.block_size)
         new_blocks = self._index.register(table, num_full)
         if self.tiers is not None:
             for index, block_id, block_hash in new_blocks:
@@ -385,6 +396,8 @@ class KVCacheManager:
             self._pool.free(blocks.held())
             blocks.ids, blocks.num_freed = [], 0
         table.num_registered = 0
+        if self.states is not None:
+            self.states.release(table)
 
     def num_reclaimable_blocks(self, table: BlockTable, kept: Collection[int] = ()) -> int:
         """Blocks that become free when this table frees its blocks, without those `kept`."""
@@ -397,6 +410,8 @@ class KVCacheManager:
         """Forget all cached contents. While a table holds blocks: change nothing, return False."""
         if self._pool.num_free != self._pool.num_blocks:
             return False
+        if self.states is not None and not self.states.reset():
+            return False
         self._pool.forget_cached()
         if self.tiers is not None:
             self.tiers.clear()
@@ -408,38 +423,14 @@ class KVCacheManager:
         Raises:
             AssertionError: the records contradict each other; the text names the block.
         """
+        tables = None if tables is None else list(tables)
+        if self.states is not None:
+            self.states.check_integrity(tables)
         self._pool.check_integrity()
         if tables is None:
             return
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for table in tables:
-            self._check_shape(table)
-            for block_id in table.held():
-                counts[block_id] = counts.get(block_id, 0) + 1
-        for block_id in range(self.num_blocks + 1):
-            held, listed = self._pool.ref_count(block_id), counts.get(block_id, 0)
-            if held != listed:
-                raise AssertionError(
-                    f"KV cache: block {block_id} has {held} references and is in {listed} tables"
-                )
-
-    def _check_shape(self, table: BlockTable) -> None:
-        for group, blocks in zip(self.groups, table.groups, strict=True):
-            nulls = [index for index, one in enumerate(blocks.ids) if one == NULL_BLOCK_ID]
-            if nulls != list(range(blocks.num_freed)) or (nulls and not group.window):
-                raise AssertionError(
-                    f"KV cache: {table!r} has null blocks at {nulls}, and {blocks.num_freed} are "
-                    f"freed behind a window of {group.window}"
-                )
-
-    def _hash_up_to(self, table: BlockTable, token_ids: Sequence[int], num_units: int) -> None:
-        """Hash the first `num_units` units of a table, if they are not hashed yet."""
-        hashes, size = table.hashes, self.block_size
-        if len(hashes) < num_units:
-            parent = hashes[-1] if hashes else table.root
-            extras = None
-            if table.extras:
-                extras = [table.extras.get(i, b"") for i in range(len(hashes), num_units)]
-            hashes += hash_blocks(
-                parent, token_ids[len(hashes) * size : num_units * size], size, extras
-            )
+            table.check_shape(self.groups)
+            counts.update(table.held())
+        self._pool.check_references(counts, "KV cache: block")

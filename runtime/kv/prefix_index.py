@@ -1,4 +1,4 @@
-"""`PrefixIndex`: finds the cached blocks that hold a prefix, and lets lookups find blocks.
+"""`PrefixIndex`: finds the cached blocks that hold a prefix, and counts those that are missing.
 
 Prefixes are found in units of `cache.block_size` tokens. A unit's hash names all tokens up to its
 end. A block of a group can hold several units (`KVGroup`). Then each unit's hash finds the block.
@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
+from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, sequence_blocks
 from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockHash, BlockPool
 from ostinato.runtime.kv.block_table import BlockTable, GroupBlocks
+from ostinato.runtime.kv.state_slots import StateSlots
 
-__all__ = ("PrefixIndex", "PrefixMatch", "first_read")
+__all__ = ("UNLIMITED", "PrefixIndex", "PrefixMatch", "first_read")
+
+UNLIMITED = 1 << 60  # tokens; more than any sequence or step has
 
 
 def first_read(window: int, position: int) -> int:
@@ -32,11 +35,19 @@ class PrefixMatch(NamedTuple):
         groups: for each group, the blocks that hold the first tokens, so far as later tokens read
             them. If the last block of a group is needed in part, it is copied.
         places: places in the slower tiers that hold the blocks after these.
+        state_slot: the slot with the states after these tokens; 0 = states begin with zeros, or
+            no layer is recurrent.
+        branch: tokens whose blocks were found, if states were found for fewer tokens only; else 0.
+        has_fresh_state: the step that is being planned writes the states after a longer prefix. A
+            later step can read them.
     """
 
     num_tokens: int
     groups: list[GroupBlocks]
     places: list[int] = []  # noqa: RUF012 - never changed
+    state_slot: int = 0
+    branch: int = 0
+    has_fresh_state: bool = False
 
     @property
     def block_ids(self) -> list[int]:
@@ -55,12 +66,25 @@ class PrefixIndex:
         pool: the block pool.
         groups: the groups of layers that have blocks of their own.
         block_size: tokens of a unit.
+        step_tokens: tokens of the largest step.
+        states: the slots for states of recurrent layers; None = no layer is recurrent.
     """
 
-    def __init__(self, pool: BlockPool, groups: tuple[KVGroup, ...], block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[KVGroup, ...],
+        block_size: int,
+        *,
+        step_tokens: int,
+        states: StateSlots | None = None,
+    ) -> None:
         self._pool = pool
         self._groups = groups
         self._block_size = block_size
+        self._sizes = [group.units * block_size for group in groups]  # tokens of a block
+        self._step_tokens = step_tokens
+        self._states = states
         # Blocks with several units to which the step being planned adds one. They cannot be copied
         # in this step, because copies are made before the step writes.
         self._fresh: set[int] = set()
@@ -69,34 +93,61 @@ class PrefixIndex:
         """Note that a step is planned, after all steps before it."""
         self._fresh.clear()
 
-    def find(self, hashes: Sequence[BlockHash], num_units: int) -> tuple[int, list[GroupBlocks]]:
-        """The longest prefix whose blocks are cached.
+    def find(self, hashes: Sequence[BlockHash], num_units: int) -> PrefixMatch:
+        """The longest prefix whose blocks are cached, and with recurrent layers its states too.
 
         Args:
             hashes: [num_units] or more, of a sequence's units.
             num_units: units that may be found.
-
-        Returns:
-            The number of units, and for each group the blocks that hold them. In a group with a
-            window the first blocks are null blocks.
         """
-        get_cached = self._pool.get_cached
-        if self._groups == WHOLE_CACHE:
-            block_ids: list[int] = []
-            for index in range(num_units):
-                block_id = get_cached(hashes[index])
-                if block_id is None:
-                    break
-                block_ids.append(block_id)
-            return len(block_ids), [GroupBlocks(block_ids)]
-        found = num_units
-        indices = range(len(self._groups))
-        for index in indices:
-            if not self._groups[index].window:
-                found = self._longest(index, hashes, found)
-        while (least := min(self._usable(index, hashes, found) for index in indices)) < found:
-            found = least
-        return found, [self._blocks(index, hashes, found) for index in indices]
+        size, (units, groups) = self._block_size, self._find_blocks(hashes, num_units)
+        if self._states is None:
+            return PrefixMatch(units * size, groups)
+        longest, found = units, self._states.find(hashes, units)
+        has_fresh = found.has_fresh
+        while found.num_units < units:
+            units, groups = self._find_blocks(hashes, found.num_units)
+            found = self._states.find(hashes, units)
+        branch = longest * size if units < longest else 0
+        return PrefixMatch(units * size, groups, [], found.slot, branch, has_fresh)
+
+    def num_missing(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free blocks that a sequence of `num_tokens` tokens with this prefix match needs.
+
+        Blocks of a window that another sequence holds come on top, because the other sequence can
+        hold them for longer.
+        """
+        missing = 0
+        for index in range(len(self._groups)):
+            missing += self.num_new(index, match, num_tokens)
+            missing += self._pool.num_unheld(self._shared(index, match))
+        return missing
+
+    def num_whole(self, index: int, match: PrefixMatch) -> int:
+        """Blocks of a group's match, without a last block that is needed in part."""
+        return match.num_tokens // self._sizes[index]
+
+    def num_new(self, index: int, match: PrefixMatch, num_tokens: int) -> int:
+        """Blocks of a group that a sequence with this match gets at its admission, besides them.
+
+        In a group with a window these are the most that it holds at once, without the shared blocks
+        that become its own. So its next steps need no further block.
+        """
+        size, whole = self._sizes[index], self.num_whole(index, match)
+        count = -(-num_tokens // size) - whole
+        if self._groups[index].window:
+            first = -(-(match.num_tokens + self._step_tokens) // size) - whole
+            most = sequence_blocks(
+                self._groups[index : index + 1], self._block_size, UNLIMITED, self._step_tokens
+            )
+            own = self._pool.num_unheld(self._shared(index, match))
+            count = min(count, max(first, most - own))
+        return count
+
+    def _shared(self, index: int, match: PrefixMatch) -> list[int]:
+        """The blocks of a group's match that the sequence takes without a copy."""
+        blocks = match.groups[index]
+        return blocks.ids[blocks.num_freed : self.num_whole(index, match)]
 
     def register(self, table: BlockTable, num_units: int) -> list[tuple[int, int, BlockHash]]:
         """Let lookups find the first units of a table.
@@ -129,6 +180,33 @@ class PrefixIndex:
                 if group.units > 1:
                     self._fresh.add(block_id)
         return new_blocks
+
+    def _find_blocks(
+        self, hashes: Sequence[BlockHash], num_units: int
+    ) -> tuple[int, list[GroupBlocks]]:
+        """The longest prefix whose blocks are cached.
+
+        Returns:
+            The number of units, at most `num_units`, and for each group the blocks that hold them.
+            In a group with a window the first blocks are null blocks.
+        """
+        get_cached = self._pool.get_cached
+        if self._groups == WHOLE_CACHE:
+            block_ids: list[int] = []
+            for index in range(num_units):
+                block_id = get_cached(hashes[index])
+                if block_id is None:
+                    break
+                block_ids.append(block_id)
+            return len(block_ids), [GroupBlocks(block_ids)]
+        found = num_units
+        indices = range(len(self._groups))
+        for index in indices:
+            if not self._groups[index].window:
+                found = self._longest(index, hashes, found)
+        while (least := min(self._usable(index, hashes, found) for index in indices)) < found:
+            found = least
+        return found, [self._blocks(index, hashes, found) for index in indices]
 
     def _get(self, index: int, block_hash: BlockHash) -> int | None:
         return self._pool.get_cached(_key(index, block_hash))

@@ -118,12 +118,20 @@ class SequenceQueues:
     def preempt_last(self) -> Sequence:
         """Preempt the last running sequence: free its row and blocks, and let it wait again."""
         sequence = self.running.pop()
+        self._count_preemption(sequence)
+        self._retire(sequence, _PARKED if is_parked(sequence) else _PREEMPTED)
+        return sequence
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Preempt a running sequence. The caller calls `settle` and `remove_ended` afterwards."""
+        self._count_preemption(sequence)
+        sequence.status = _PREEMPTED
+
+    def _count_preemption(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
         sequence.num_loaded_blocks = 0
         self.num_preemptions += 1
         self.cache.note_preemption(sequence.block_table)
-        self._retire(sequence, _PARKED if is_parked(sequence) else _PREEMPTED)
-        return sequence
 
     def release_parked(self) -> bool:
         """Free the rows and blocks of parked beams, so that the beams they wait for can run.

@@ -115,6 +115,7 @@ class Scheduler:
             )
         self.max_model_len = max_model_len
         self.num_output_tokens = 0
+        assert proposer is None or cache.states is None, "states cannot take back refused drafts"
         max_drafts = 0 if proposer is None else proposer.max_drafts
         self.limits = limits or upper_limits(config, max_drafts=max_drafts)
         self.bound = bound
@@ -268,7 +269,7 @@ class Scheduler:
         """Process the result of the oldest step in flight.
 
         Returns:
-            One entry per request that has new tokens or has ended. Ended ones have a finish reason.
+            One entry per request with new tokens or an end. Ended ones have a finish reason.
 
         Raises:
             ValueError: `output` is not the oldest step in flight, or `result` does not fit it.
@@ -379,7 +380,16 @@ class Scheduler:
             check(num_held == 0, f"{num_held} blocks are held without work")
 
     def _hold(self, sequence: Sequence) -> None:
-        sequence.hold()
+        """Let a sequence compute its last position again, because the step gave no token."""
+        start: int | None = sequence.num_tokens - 1
+        if sequence.is_held:  # the step was planned as if the step before gave a token
+            start = sequence.num_computed_tokens
+        elif self._cache.states is not None and sequence.is_running:
+            start = self._cache.rewind_states(sequence.block_table, sequence.token_ids)
+        if start is None:
+            self.queues.give_up(sequence)
+        else:
+            sequence.hold(start)
         if self._turns.count_hold(sequence):
             self.queues.sort()
 

@@ -2,7 +2,7 @@
 
 A sequence is admitted only if there are blocks for all its known tokens, and one spare block for
 each running sequence ahead of it. Without the spare blocks, the sequences ahead would soon preempt
-the new sequence.
+the new sequence. With recurrent layers, a slot for its states must be free too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class Admission:
 
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
         """Start the first waiting sequence: give it a row and blocks for all its known tokens.
+
+        If this step writes states that would spare the sequence some tokens, it waits for the next
+        step, which can read them.
 
         The sequence is inserted into `running` after the sequences that are planned already.
 
@@ -86,8 +89,7 @@ class Admission:
         """
         queues, cache = self._queues, self._cache
         behind = queues.running[step.num_grown :]
-        # A loading sequence that comes before this one would take the row from it.
-        has_row = queues.num_free_rows > self._loads.num_before(sequence.order)
+        has_row = self._has_row(sequence)
         if not (has_row or behind):
             return None
         room = cache.num_free_blocks - step.num_grown
@@ -96,19 +98,29 @@ class Admission:
         match = cache.match_prefix(
             sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
         )
+        if match.has_fresh_state:
+            return None
         if match.places and self._load(sequence, match, step):
             return None
         missing = self._num_missing_blocks(sequence, match, step)
         if not (has_row and missing <= 0) and behind:
             self._preempt_behind(behind, missing, match, has_row=has_row)
             missing = self._num_missing_blocks(sequence, match, step)
-            has_row = queues.num_free_rows > self._loads.num_before(sequence.order)
+            has_row = self._has_row(sequence)
         if has_row and missing <= 0:
             return match
         if missing > 0:
             self._blocked = sequence
             self._blocked_room = cache.num_free_blocks - step.num_grown
         return None
+
+    def _has_row(self, sequence: Sequence) -> bool:
+        """Whether a row is free for a sequence, and a slot for its states."""
+        states = self._cache.states
+        if states is not None and not states.num_free:
+            return False
+        # A loading sequence that comes before this one would take the row from it.
+        return self._queues.num_free_rows > self._loads.num_before(sequence.order)
 
     def _load(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> bool:
         """Let a sequence wait for a load if possible; returns whether it left the queue."""
@@ -138,15 +150,21 @@ class Admission:
         sequences and loads will free enough. Blocks of `match` that a sequence holds alone do not
         count, because the waiting sequence takes them.
         """
-        queues = self._queues
+        queues, states = self._queues, self._cache.states
         missing -= queues.num_draining_blocks() + self._loads.num_blocks
         needs_row = not (has_row or queues.draining)
+        needs_slot = False
+        if needs_row and states is not None and not states.num_free:
+            needs_row, needs_slot = not queues.num_free_rows, not states.num_leaving
         num_victims, kept = 0, match.held()
-        while (missing > 0 or needs_row) and num_victims < len(behind):
+        while (missing > 0 or needs_row or needs_slot) and num_victims < len(behind):
             num_victims += 1
-            missing -= queues.num_reclaimable_blocks(behind[-num_victims], kept)
+            victim = behind[-num_victims]
+            missing -= queues.num_reclaimable_blocks(victim, kept)
             needs_row = False
-        if missing > 0 or needs_row:
+            if needs_slot and states is not None:
+                needs_slot = not states.is_sole_holder(victim.block_table)
+        if missing > 0 or needs_row or needs_slot:
             return
         for _ in range(num_victims):
             queues.preempt_last()

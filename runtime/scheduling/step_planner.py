@@ -12,7 +12,9 @@ from typing import TypeVar
 
 from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.costs.token_rate import TokenRate
+from ostinato.runtime.kv.block_table import StatePlan
 from ostinato.runtime.kv.kv_cache_manager import NewBlocks
+from ostinato.runtime.kv.state_slots import StateSlots
 from ostinato.runtime.scheduling.decode_shares import DecodeShares
 from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
@@ -143,7 +145,7 @@ class StepPlanner:
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
         block_size, drafts, resting = self._cache.block_size, self._drafts, self._resting
-        has_windows = self._cache.has_windows
+        has_windows, has_states = self._cache.has_windows, self._cache.states is not None
         scheduled, sequences, has_lanes = step.scheduled, step.sequences, self._num_lanes > 1
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
@@ -158,36 +160,60 @@ class StepPlanner:
                 limit = step.limit_of(sequence, start, num_left, len(running) - index - 1)
                 self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
-            if sequence.beam is not None:
-                continue  # a beam whose next token the search has not chosen yet
-            if start + 1 >= sequence.max_num_tokens:
-                continue  # a step in flight samples its final token
+            # The search has not chosen the next token of a beam yet, or a step in flight samples
+            # the final token of the sequence.
+            if sequence.beam is not None or start + 1 >= sequence.max_num_tokens:
+                continue
             if has_lanes and (sequence.num_in_flight or not step.decodes_left):
                 continue  # the sequence is in another lane, or this lane is full
             if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
                 continue  # its draft needs the token that the step in flight samples
-            new_blocks: NewBlocks | None = None
+            if has_states:
+                entry = self._decode_with_states(sequence, step)
+                if entry is None:
+                    continue
             # After a prompt, the blocks of its last chunk that lie outside of the window are freed.
-            if not start % block_size or (has_windows and start == sequence.num_prefill_tokens):
+            elif not start % block_size or (has_windows and start == sequence.num_prefill_tokens):
                 new_blocks = self._take_room(sequence, step, self._next_block)
                 if new_blocks is None:
                     continue
+                ids, window_ids = new_blocks
+                entry = ScheduledSequence(
+                    sequence.row, start, 1, [], ids, 1, 0, False, False, window_ids
+                )
+            else:
+                entry = ScheduledSequence(sequence.row, start, 1, [], [], 1)
             sequence.num_computed_tokens = start + 1
             sequence.num_in_flight += 1
             step.num_samples += 1
             step.num_tokens_left -= 1
             if step.decodes_left is not None:
                 step.decodes_left -= 1
-            row = sequence.row
-            if new_blocks is None:
-                scheduled.append(ScheduledSequence(row, start, 1, [], [], 1))
-            else:
-                block_ids, window_ids = new_blocks
-                scheduled.append(
-                    ScheduledSequence(row, start, 1, [], block_ids, 1, 0, False, False, window_ids)
-                )
+            scheduled.append(entry)
             sequences.append(sequence)
         step.num_grown = min(end, len(running))
+
+    def _decode_with_states(self, sequence: Sequence, step: StepPlan) -> ScheduledSequence | None:
+        """The entry of a decode of a model with recurrent layers; None if there is no room."""
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + 1
+        size, states = self._cache.block_size, sequence.block_table.states
+        # Most decodes write their states in place. A decode that fills a unit makes a checkpoint.
+        state_slots = None if states is None else states.in_place
+        is_planned = state_slots is not None and end % size
+        if not (is_planned or self._take_slot(sequence, step)):
+            return None
+        new_blocks = _NO_BLOCKS
+        if not start % size or (self._cache.has_windows and start == sequence.num_prefill_tokens):
+            taken = self._take_room(sequence, step, self._next_block)
+            if taken is None:
+                return None
+            new_blocks = taken
+        if not is_planned:
+            state_slots = self._state_slots(sequence, end)
+        ids, window_ids = new_blocks
+        return ScheduledSequence(
+            sequence.row, start, 1, [], ids, 1, 0, False, False, window_ids, state_slots
+        )
 
     def _grow_prefill(self, sequence: Sequence, limit: int, step: StepPlan) -> None:
         """Plan the next `limit` known tokens of a running sequence."""
@@ -195,6 +221,8 @@ class StepPlanner:
             return
         new_blocks = _NO_BLOCKS
         start = sequence.num_computed_tokens
+        if self._cache.states is not None and not self._take_slot(sequence, step):
+            return
         if self._cache.has_windows:
             # Groups without a window got blocks for all known tokens at the admission.
             taken = self._take_room(sequence, step, lambda one: self._blocks_to(one, start + limit))
@@ -226,21 +254,52 @@ class StepPlanner:
     def _writable_block(self, sequence: Sequence) -> list[tuple[int, int]] | None:
         return self._cache.make_writable(sequence.block_table, sequence.num_computed_tokens)
 
+    def _take_slot(self, sequence: Sequence, step: StepPlan) -> bool:
+        """Make sure that a slot is free for the states that the sequence's next tokens give.
+
+        Returns:
+            False if the sequence has to wait or was preempted.
+        """
+        states = self._cache.states
+        assert states is not None, "there are recurrent layers"
+
+        if states.has_room(sequence.block_table):
+            return True
+
+        def has_room(one: Sequence) -> bool | None:
+            return states.has_room(one.block_table) or None
+
+        return self._take_room(sequence, step, has_room, states) or False
+
+    def _state_slots(self, sequence: Sequence, end: int) -> StatePlan | None:
+        """The slots for the sequence's next tokens, up to `end`; None without recurrent layers."""
+        states = self._cache.states
+        if states is None:
+            return None
+        start = sequence.num_computed_tokens
+        return states.plan(sequence.block_table, sequence.token_ids, start, end)
+
     def _take_room(
-        self, sequence: Sequence, step: StepPlan, take: Callable[[Sequence], T | None]
+        self,
+        sequence: Sequence,
+        step: StepPlan,
+        take: Callable[[Sequence], T | None],
+        states: StateSlots | None = None,
     ) -> T | None:
         """The result of `take` for a running sequence; None if it has to wait or was preempted.
 
-        While `take` finds no block, the sequences behind this one are preempted, the last first.
-        But if blocks will become free when a step in flight or a load ends, no further sequence is
-        preempted, and every sequence that needs a block skips the step.
+        While `take` finds no room, the sequences behind this one are preempted, the last first.
+        But if room will become free when a step in flight or a load ends, no further sequence is
+        preempted, and every sequence that needs room skips the step. The room is blocks or, if
+        `states` is given, a slot; some slots become free when the next step is planned.
         """
         queues = self._queues
         while not step.is_stalled:
             taken = take(sequence)
             if taken is not None:
                 return taken
-            if queues.num_draining_blocks() or self._loads.num_blocks:
+            coming = self._loads.num_blocks if states is None else states.num_leaving
+            if queues.num_draining_blocks() or coming:
                 step.is_stalled = step.is_closed = True
             elif queues.preempt_last() is sequence:
                 break
@@ -301,6 +360,7 @@ class StepPlanner:
         is_pooled = sequence.request.pooling is not None
         num_logits = int(end == sequence.num_prefill_tokens and not is_pooled)
         num_prompt_logits = sequence.num_prompt_logits(start, end)
+        state_slots = self._state_slots(sequence, end)
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
         step.num_samples += num_logits
@@ -317,8 +377,9 @@ class StepPlanner:
                 num_logits,
                 num_prompt_logits,
                 is_pooled,
-                sequence.is_held,
+                sequence.is_held and limit == 1,
                 new_blocks.window_block_ids,
+                state_slots,
             )
         )
         sequence.is_held = False

@@ -134,7 +134,8 @@ class Sequence:
         # The last step that decoded it. Only steps in which some sequence rested are counted.
         self.decoded_at = 0
         # Whether its last step gave no token. Then its last position is computed again, but only
-        # after the steps in flight: these were planned as if there were a token.
+        # after the steps in flight: these were planned as if there were a token. With recurrent
+        # layers, positions before it are computed again too.
         self.is_held = False
         self.num_holds = 0  # steps so far that gave no token
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
@@ -204,14 +205,20 @@ class Sequence:
         known, computed = self.num_prefill_tokens, self.num_computed_tokens
         if self.beam is not None:  # the search sets its last token; a waiting beam does not have it
             return self.num_output_tokens > 0 and known - computed == 1
-        return self.is_held or (known <= computed and computed + 1 < self.max_num_tokens)
+        if self.is_held:
+            return known - computed == 1
+        return known <= computed and computed + 1 < self.max_num_tokens
 
-    def hold(self) -> None:
-        """Undo the last step, which gave no token."""
+    def hold(self, start: int) -> None:
+        """Undo the last step, which gave no token.
+
+        Args:
+            start: the first position that is computed again, at most that of the last token.
+        """
         self.is_held = True
         self.num_drafts = 0
         self.num_prefill_tokens = self.num_tokens
-        self.num_computed_tokens = self.num_tokens - 1
+        self.num_computed_tokens = start
 
     def append(self, token_id: int) -> None:
         """Append a sampled token."""
