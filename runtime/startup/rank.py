@@ -181,7 +181,7 @@ def _with_measured_memory(
 def _with_fewest_blocks(plan: EnginePlan, meet: Meet) -> EnginePlan:
     """The plan with the KV cache that every rank has room for after measuring its GPU."""
     memory = plan.memory
-    rows = meet("memory", memory.shares)
+    rows = meet("memory", list(memory.shares))
     return dataclasses.replace(plan, memory=memory.limited(*map(min, zip(*rows, strict=True))))
 
 
