@@ -185,6 +185,7 @@ CASES = [
     ("olmo2", 4),  # the norm over all heads counts every head of keys twice
     ("olmoe", 2),
     ("lfm2", 2),
+    ("lfm2-moe", 2),
     ("lfm2-bias", 4),  # biases of convolutions, divided, and of projections, added once
 ]
 
