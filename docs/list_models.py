@@ -52,6 +52,7 @@ _OF_IDEFICS = (
     Refused("vision_config.num_channels", 1, _THREE_COLOURS),
     Refused("text_config.model_type", "mistral", "only Llama is implemented as the decoder"),
 )
+_SILU = "the convolution before the delta rule has SiLU too"
 _OF_LFM2 = (
     Refused("block_use_swiglu", False, _NO_MODEL),
     Refused("use_pos_enc", False, _NO_MODEL),
@@ -153,6 +154,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),
     ),
+    "Qwen3NextForCausalLM": (Refused("hidden_act", "gelu", _SILU),),
     "Qwen3VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),
         Refused("text_config.use_sliding_window", True, _NO_MODEL),

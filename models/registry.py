@@ -94,6 +94,7 @@ ARCHITECTURES = {
     ),
     "Qwen3ForCausalLM": "ostinato.models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "ostinato.models.families.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "ostinato.models.families.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration": (
         "ostinato.models.families.qwen3_vl:Qwen3VLForConditionalGeneration"
     ),

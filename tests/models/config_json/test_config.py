@@ -102,6 +102,7 @@ OF_FAMILY = {
     "Qwen2AudioForConditionalGeneration": SOUNDS,
     "Qwen2VLForConditionalGeneration": IMAGES,
     "Qwen2_5_VLForConditionalGeneration": IMAGES,
+    "Qwen3NextForCausalLM": {**EXPERTS, "head_dim": 8},
     "Qwen3VLForConditionalGeneration": IMAGES,
     "Qwen3VLMoeForConditionalGeneration": {
         **IMAGES,
