@@ -52,7 +52,18 @@ _OF_IDEFICS = (
     Refused("vision_config.num_channels", 1, _THREE_COLOURS),
     Refused("text_config.model_type", "mistral", "only Llama is implemented as the decoder"),
 )
-_SILU = "the convolution before the delta rule has SiLU too"
+_OF_GATED_DELTA = (
+    Refused("hidden_act", "gelu", "the convolution before the delta rule has SiLU too"),
+    Refused("attn_output_gate", False, _NO_MODEL),
+    Refused("mamba_ssm_dtype", "bfloat16", "states are kept in float32"),
+)
+_OF_QWEN3_5 = (
+    *_OF_GATED_DELTA,
+    Refused("rope_parameters.mrope_interleaved", False, "the axes of positions alternate"),
+)
+_OF_NESTED_GATED_DELTA = tuple(
+    one._replace(key=f"text_config.{one.key}") for one in _OF_GATED_DELTA
+)
 _OF_LFM2 = (
     Refused("block_use_swiglu", False, _NO_MODEL),
     Refused("use_pos_enc", False, _NO_MODEL),
@@ -154,7 +165,14 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),
     ),
-    "Qwen3NextForCausalLM": (Refused("hidden_act", "gelu", _SILU),),
+    "Qwen3NextForCausalLM": _OF_GATED_DELTA,
+    "Qwen3_5ForCausalLM": _OF_QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _OF_NESTED_GATED_DELTA,
+    "Qwen3_5MoeForCausalLM": (*_OF_QWEN3_5, Refused("norm_topk_prob", False, _NO_MODEL)),
+    "Qwen3_5MoeForConditionalGeneration": (
+        *_OF_NESTED_GATED_DELTA,
+        Refused("text_config.norm_topk_prob", False, _NO_MODEL),
+    ),
     "Qwen3VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),
         Refused("text_config.use_sliding_window", True, _NO_MODEL),

@@ -56,8 +56,10 @@ def read_gated_delta_config(hf_config: HFConfig, generation_config: HFConfig | N
         ValueError: as `read_decoder_config`; or the kind of a layer is missing or not supported, or
             the numbers of heads do not fit each other.
     """
-    # The convolution of queries, keys and values ends with this function too.
-    refuse_other_values(hf_config, {"hidden_act": "silu"})
+    # The convolution of queries, keys and values ends with this function too. The models of
+    # transformers do not read the other two keys.
+    must_be = {"hidden_act": "silu", "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    refuse_other_values(hf_config, must_be)
     config = read_decoder_config(hf_config, generation_config, _GATED_DELTA_KEYS)
     kinds = hf_config.get("layer_types")
     if kinds is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.models.variant import SHARED, Variant
 
 LFM2 = {
@@ -20,7 +22,7 @@ LFM2_MOE = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
 }
-GATED_DELTA = {
+GATED_DELTA: dict[str, Any] = {
     **SHARED,
     "num_key_value_heads": 2,
     "head_dim": 24,
@@ -44,6 +46,11 @@ QWEN3_NEXT = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
+}
+MROPE = {
+    **GATED_DELTA["rope_parameters"],
+    "mrope_section": [2, 2, 2],
+    "mrope_interleaved": True,
 }
 
 RECURRENT = {
@@ -81,4 +88,12 @@ RECURRENT = {
         },
         "60KB",
     ),
+    "qwen3.5": Variant("qwen3_5_text", {**GATED_DELTA, "rope_parameters": MROPE}, "60KB"),
+    "qwen3.5-moe": Variant("qwen3_5_moe_text", {**QWEN3_NEXT, "attention_bias": True}),
 }
+
+WITH_TOWER = {
+    "qwen3.5": "Qwen3_5ForConditionalGeneration",
+    "qwen3.5-moe": "Qwen3_5MoeForConditionalGeneration",
+}
+"""A variant -> the architecture of the model that has its decoder and a vision tower."""

@@ -103,6 +103,9 @@ OF_FAMILY = {
     "Qwen2VLForConditionalGeneration": IMAGES,
     "Qwen2_5_VLForConditionalGeneration": IMAGES,
     "Qwen3NextForCausalLM": {**EXPERTS, "head_dim": 8},
+    "Qwen3_5MoeForCausalLM": {**EXPERTS, "head_dim": 8},
+    "Qwen3_5ForConditionalGeneration": {"text_config": LLAMA},
+    "Qwen3_5MoeForConditionalGeneration": {"text_config": {**LLAMA, **EXPERTS}},
     "Qwen3VLForConditionalGeneration": IMAGES,
     "Qwen3VLMoeForConditionalGeneration": {
         **IMAGES,

@@ -109,6 +109,8 @@ NEUTRAL_IN = {
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
+    "qwen3_5_moe_text": {"intermediate_size": "the variant adds it; every block has experts"},
+    "qwen3.5": {"rope_parameters.mrope_section": "a token of a text has one position"},
     "qwen2_moe": {"max_window_layers": "layer_types decides"},
     "qwen3-moe": {
         "sliding_window": "use_sliding_window is off",
