@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "AudioFlamingo3ForConditionalGeneration": (
         "ostinato.models.families.qwen2_audio:Qwen2AudioForConditionalGeneration"
     ),
+    "BambaForCausalLM": "ostinato.models.families.bamba:BambaForCausalLM",
     "BertForMaskedLM": "ostinato.models.families.bert:BertModel",
     "BertForSequenceClassification": "ostinato.models.families.bert:BertForSequenceClassification",
     "BertModel": "ostinato.models.families.bert:BertModel",

@@ -184,6 +184,7 @@ CASES = [
     ("olmo2", 2),
     ("olmo2", 4),  # the norm over all heads counts every head of keys twice
     ("olmoe", 2),
+    ("bamba", 2),
     ("lfm2", 2),
     ("lfm2-bias", 4),  # biases of convolutions, divided, and of projections, added once
 ]

@@ -70,6 +70,7 @@ TILES: dict[str, Any] = {  # keys of models that cut images into tiles
     },
 }
 SOUNDS: dict[str, Any] = {"text_config": {**LLAMA, "num_key_value_heads": 8}}
+MAMBA = {"mamba_n_heads": 8}
 OF_FAMILY = {
     "AudioFlamingo3ForConditionalGeneration": SOUNDS,
     "WhisperForConditionalGeneration": {
@@ -82,6 +83,7 @@ OF_FAMILY = {
         "decoder_attention_heads": 8,
         "decoder_ffn_dim": 128,
     },
+    "BambaForCausalLM": {**MAMBA, "attn_layer_indices": [1]},
     "CodeGenForCausalLM": {"rotary_dim": 8},
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,

@@ -35,6 +35,11 @@ _LATENT = {
 }
 # Model type or name of a variant -> keys that change nothing there, and why.
 NEUTRAL_IN = {
+    "bamba": {
+        "mamba_chunk_size": "changes only the order of additions",
+        "num_logits_to_keep": "selects logits of a prompt; requests do that here",
+        "z_loss_coefficient": "training",
+    },
     "bloom": {
         "intermediate_size": "the variant adds it; in BLOOM it is always 4 times the hidden size",
         "pretraining_tp": "changes only the order of additions",
@@ -183,6 +188,7 @@ OTHER_DEFAULTS = {
 }  # fmt: skip
 # Values that transformers' own default configuration lacks.
 MISSING = {
+    "BambaForCausalLM": {"attn_layer_indices": [9]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     # The default number of embeddings does not fit the default tower.
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 49},
@@ -224,4 +230,5 @@ def test_layer_types_that_are_not_stated_are_those_of_transformers(name: str) ->
     settings = {**VARIANTS[name].settings, "layer_types": None}
     config = config_of(Variant(VARIANTS[name].model_type, settings))
     family = model_class(config["architectures"][0])
-    assert family.read_config({**config, "layer_types": None}) == family.read_config(config)
+    missing = {**config, "layer_types": None}
+    assert family.read_config(missing) == family.read_config(config)
