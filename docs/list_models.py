@@ -108,6 +108,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("swiglu_alpha", 1.0, "every published model has 1.702"),
         Refused("swiglu_limit", 5.0, "every published model has 7.0"),
     ),
+    "GraniteMoeHybridForCausalLM": _OF_MAMBA,
     "Idefics3ForConditionalGeneration": _OF_IDEFICS,
     "InternVLForConditionalGeneration": (
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),

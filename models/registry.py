@@ -58,6 +58,9 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "ostinato.models.families.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "ostinato.models.families.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "ostinato.models.families.granitemoe:GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM": (
+        "ostinato.models.families.granitemoehybrid:GraniteMoeHybridForCausalLM"
+    ),
     "Idefics3ForConditionalGeneration": (
         "ostinato.models.families.idefics3:Idefics3ForConditionalGeneration"
     ),

@@ -93,6 +93,7 @@ OF_FAMILY = {
     },
     "GPT2LMHeadModel": {"n_positions": 2048},
     "GPTJForCausalLM": {"rotary_dim": 8},
+    "GraniteMoeHybridForCausalLM": EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"] * 2},
     "Glm4MoeLiteForCausalLM": LATENT,
     "Idefics3ForConditionalGeneration": TILES,
     "InternVLForConditionalGeneration": TILES,

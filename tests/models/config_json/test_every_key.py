@@ -33,6 +33,15 @@ _LATENT = {
     "head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
     "qk_head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
 }
+_NO_MIXERS = "this variant has attention in all layers"
+_NO_EXPERTS = {
+    "intermediate_size": "the size of an expert, and this variant has none",
+    "num_experts_per_tok": "this variant has no experts",
+}
+_NO_ROPE = {
+    "rope_parameters.rope_theta": "this variant has no rotary embedding",
+    "rope_parameters.rope_type": "this variant has no rotary embedding",
+}
 # Model type or name of a variant -> keys that change nothing there, and why.
 NEUTRAL_IN = {
     "bamba": {
@@ -76,6 +85,22 @@ NEUTRAL_IN = {
         "summary_use_proj": "a head of another task",
     },
     "gpt_neox": {"is_decoder": "the model is always a decoder"},
+    "granite4": _NO_ROPE,
+    "granite4-attention": {
+        **_NO_ROPE,
+        **_NO_EXPERTS,
+        "mamba_conv_bias": _NO_MIXERS,
+        "mamba_d_conv": _NO_MIXERS,
+        "mamba_d_head": _NO_MIXERS,
+        "mamba_d_state": _NO_MIXERS,
+        "mamba_expand": _NO_MIXERS,
+        "mamba_n_groups": _NO_MIXERS,
+        "mamba_n_heads": _NO_MIXERS,
+        "mamba_proj_bias": _NO_MIXERS,
+        "time_step_limit": _NO_MIXERS,
+    },
+    "granite4-dense": _NO_EXPERTS,
+    "granitemoehybrid": {"mamba_chunk_size": "changes only the order of additions"},
     "lfm2": {"full_attn_idxs": "layer_types decides"},
     "lfm2-bias": {
         "block_ffn_dim_multiplier": "block_auto_adjust_ff_dim is off",
@@ -193,6 +218,7 @@ MISSING = {
     # The default number of embeddings does not fit the default tower.
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 49},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 31 + ["attention"]},
     # transformers unties the head if a checkpoint has one. The files that state nothing have one.
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},
     # By default the tower's results are not of the decoder's size.
@@ -231,4 +257,8 @@ def test_layer_types_that_are_not_stated_are_those_of_transformers(name: str) ->
     config = config_of(Variant(VARIANTS[name].model_type, settings))
     family = model_class(config["architectures"][0])
     missing = {**config, "layer_types": None}
+    if set(config["layer_types"]) == {"linear_attention"}:
+        with pytest.raises(ValueError, match="layer_types must have full_attention"):
+            family.read_config(missing)
+        return
     assert family.read_config(missing) == family.read_config(config)

@@ -24,6 +24,7 @@ PACKED = [
     "deepseek-v2",
     "deepseek-v3",
     "gpt2",
+    "granite4",
     "llama3",
     "llama-linear-bias",
     "mixtral",
@@ -121,7 +122,7 @@ def test_packed(expected, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["bamba", "gpt2", "llama3", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["bamba", "gpt2", "granite4", "llama3", "qwen3-tied"])
 def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
     """The distance to float32 logits is at most 1.25 times that of transformers in this dtype."""
     model, config = load(expected(name).directory, "cpu", dtype, pack=True)
