@@ -118,6 +118,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("text_config.model_type", "gemma", _LLAMA_OR_QWEN),
     ),
     "Lfm2ForCausalLM": _OF_LFM2,
+    "Lfm2MoeForCausalLM": _OF_LFM2,
     "LlavaForConditionalGeneration": (
         Refused("vision_config.model_type", "dinov2", "CLIP, SigLIP and Pixtral are implemented"),
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),

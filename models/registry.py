@@ -68,6 +68,7 @@ ARCHITECTURES = {
         "ostinato.models.families.internvl:InternVLForConditionalGeneration"
     ),
     "Lfm2ForCausalLM": "ostinato.models.families.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "ostinato.models.families.lfm2_moe:Lfm2MoeForCausalLM",
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",

@@ -46,14 +46,15 @@ def read_lfm2_config(
     hf_config: HFConfig,
     generation_config: HFConfig | None,
     *,
-    adjusts_mlp: bool = True,
+    has_experts: bool = False,
 ) -> ModelConfig:
-    """The configuration of an LFM2 (arXiv:2511.23404), without its experts.
+    """The configuration of an LFM2 (arXiv:2511.23404), but not its experts.
 
     Args:
         hf_config: the parsed config.json.
         generation_config: the parsed generation_config.json.
-        adjusts_mlp: whether the intermediate size of an MLP can differ from the stated one.
+        has_experts: whether the model has experts. Then the MLPs of the other layers have the
+            stated intermediate size, and the config must state the kind of each layer.
 
     Raises:
         ValueError: as `read_decoder_config`; or the kind of a layer is missing or not supported.
@@ -73,10 +74,11 @@ def read_lfm2_config(
     must_be = {"block_dim": size, "conv_dim": size, "conv_dim_out": size, "num_heads": heads}
     must_be |= {"block_norm_eps": config.norm_eps, "block_use_swiglu": True, "use_pos_enc": True}
     refuse_other_values(hf_config, must_be)
+    kinds = hf_config.get("layer_types")
+    if kinds is None:
+        kinds = () if has_experts else _kinds_by_index(hf_config, config.num_layers)
     recurrent = ShortConvSpec(
-        layers=recurrent_layers(
-            _lfm2_kinds(hf_config, config.num_layers), _CONVOLUTION, config.num_layers
-        ),
+        layers=recurrent_layers(kinds, _CONVOLUTION, config.num_layers),
         channels=size,
         conv_width=read_integer(hf_config, "conv_L_cache", default=3),
         has_bias=bool(hf_config.get("conv_bias", False)),
@@ -84,17 +86,14 @@ def read_lfm2_config(
     inner = config.intermediate_size
     return replace(
         config,
-        intermediate_size=_adjusted_size(hf_config, inner) if adjusts_mlp else inner,
+        intermediate_size=inner if has_experts else _adjusted_size(hf_config, inner),
         block=BlockSpec(qk_norm=QKNorm.head),
         recurrent=recurrent if any(recurrent.layers) else None,
     )
 
 
-def _lfm2_kinds(hf_config: HFConfig, num_layers: int) -> Sequence[str]:
-    """`layer_types`, or the layers of `full_attn_idxs`, or attention in all layers."""
-    kinds = hf_config.get("layer_types")
-    if kinds is not None:
-        return kinds
+def _kinds_by_index(hf_config: HFConfig, num_layers: int) -> Sequence[str]:
+    """`layer_types` of a config that may list the layers with attention. If not, all have it."""
     attending = hf_config.get("full_attn_idxs")
     attending = range(num_layers) if attending is None else attending
     return [_ATTENTION if layer in attending else _CONVOLUTION for layer in range(num_layers)]

@@ -36,6 +36,7 @@ KNOWN = {
     "granite-4.0-h-tiny": (6_939_037_248, 131_072),
     "granite-8b": (8_170_864_640, 131_072),
     "internvl3-8b": (7_944_373_760, 32_768),
+    "lfm2-1.2b": (1_170_340_608, 128_000),
     "llama-1b": (1_235_814_400, 131_072),
     "llama-3b": (3_212_749_824, 131_072),
     "llama-45m": (56_369_664, 4_096),
@@ -149,7 +150,8 @@ def test_the_plan_holds_the_weights_and_the_cache(option: str):
     assert size - tower <= plan.weights_bytes <= size + (80 << 20)
     given = source.checkpoint.hf_config
     if "num_key_value_heads" in given and "layer_types" not in given:
-        heads, layers = given["num_key_value_heads"], given["num_hidden_layers"]
+        heads = given["num_key_value_heads"]
+        layers = len(given.get("full_attn_idxs", range(given["num_hidden_layers"])))
         head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
         values = head_dim
         if "qk_nope_head_dim" in given:

@@ -10,6 +10,16 @@ LFM2 = {
     "block_multiple_of": 16,
     "block_ffn_dim_multiplier": 1.25,
 }
+LFM2_MOE = {
+    **SHARED,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
 
 RECURRENT = {
     "lfm2": Variant("lfm2", {**LFM2, "full_attn_idxs": [1]}),
@@ -23,6 +33,12 @@ RECURRENT = {
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
         },
+        "60KB",
+    ),
+    "lfm2-moe": Variant("lfm2_moe", LFM2_MOE),
+    "lfm2-moe-unbiased": Variant(
+        "lfm2_moe",
+        {**LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 2},
         "60KB",
     ),
 }

@@ -187,6 +187,7 @@ CASES = [
     ("bamba", 2),
     ("granite4-dense", 4),
     ("lfm2", 2),
+    ("lfm2-moe", 2),
     ("lfm2-bias", 4),  # biases of convolutions, divided, and of projections, added once
 ]
 

@@ -98,6 +98,7 @@ OF_FAMILY = {
     "Idefics3ForConditionalGeneration": TILES,
     "InternVLForConditionalGeneration": TILES,
     "SmolVLMForConditionalGeneration": TILES,
+    "Lfm2MoeForCausalLM": {**EXPERTS, "layer_types": ["conv"] * 3 + ["full_attention"]},
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
     "LlavaForConditionalGeneration": {"text_config": {**LLAMA, "model_type": "llama"}},
     "Mistral3ForConditionalGeneration": {"text_config": {**LLAMA, "num_key_value_heads": 8}},
