@@ -74,8 +74,10 @@ _OF_SOUNDS = (
     Refused("audio_config.scale_embedding", True, _NO_SCALE),
     Refused("text_config.model_type", "llama", _ONLY_QWEN2),
 )
+_OF_MAMBA = (Refused("hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),)
 REFUSED: dict[str, tuple[Refused, ...]] = {
     "AudioFlamingo3ForConditionalGeneration": _OF_SOUNDS,
+    "BambaForCausalLM": _OF_MAMBA,
     "BloomForCausalLM": (
         Refused(
             "apply_residual_connection_post_layernorm",
@@ -118,6 +120,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("swiglu_alpha", 1.0, "every published model has 1.702"),
         Refused("swiglu_limit", 5.0, "every published model has 7.0"),
     ),
+    "GraniteMoeHybridForCausalLM": _OF_MAMBA,
     "Idefics3ForConditionalGeneration": _OF_IDEFICS,
     "InternVLForConditionalGeneration": (
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),
@@ -223,7 +226,6 @@ _OWN_ATTENTION = (
     "its class computes attention itself and has no interface for another implementation"
 )
 NOT_RECORDED = {
-    "BambaForCausalLM": _OWN_ATTENTION,
     "DiffLlamaForCausalLM": "its layers make two attention calls",
     "Gemma4ForCausalLM": "its layers differ in the size of heads",
     "Mamba2ForCausalLM": _OWN_ATTENTION,

@@ -238,7 +238,8 @@ class Decoder(CausalLM):
             self.rotary[TEMPERATURE] = TemperatureTable(config.query_temperature, options)
         self._rotary_by_kind = list(self.rotary.items())  # looked up in every step
         self.embed_positions = None
-        if is_first and config.rope is None and not config.alibi_slopes:
+        has_learned = config.rope is None and not config.alibi_slopes and config.has_positions
+        if is_first and has_learned:
             num_positions = config.max_model_len + config.position_offset
             self.embed_positions = Embedding(num_positions, size, options)
         self.vision = self.sound = None

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "AudioFlamingo3ForConditionalGeneration": (
         "ostinato.models.families.qwen2_audio:Qwen2AudioForConditionalGeneration"
     ),
+    "BambaForCausalLM": "ostinato.models.families.bamba:BambaForCausalLM",
     "BertForMaskedLM": "ostinato.models.families.bert:BertModel",
     "BertForSequenceClassification": "ostinato.models.families.bert:BertForSequenceClassification",
     "BertModel": "ostinato.models.families.bert:BertModel",
@@ -57,6 +58,9 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "ostinato.models.families.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "ostinato.models.families.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "ostinato.models.families.granitemoe:GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM": (
+        "ostinato.models.families.granitemoehybrid:GraniteMoeHybridForCausalLM"
+    ),
     "Idefics3ForConditionalGeneration": (
         "ostinato.models.families.idefics3:Idefics3ForConditionalGeneration"
     ),

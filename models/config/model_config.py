@@ -85,6 +85,7 @@ class ModelConfig:
     latent: LatentSpec | None = None  # of a model with multi-head latent attention
     moe: MoESpec | None = None  # the experts of a mixture-of-experts model
     recurrent: RecurrentSpec | None = None  # what some layers have in place of attention
+    has_positions: bool = True  # False = no positions at all (arXiv:2305.19466)
     position_offset: int = 0  # the learned position of a sequence's first token
     local_rope: Rope | None = None  # a second rotary embedding
     rope_kinds: tuple[str | None, ...] = ()  # per layer, see `rope_kind`

@@ -90,6 +90,7 @@ class StateSpaceSpec:
     has_conv_bias: bool
     has_bias: bool  # of both projections
     step_limits: tuple[float, float]  # the smallest and the largest time step
+    norm_eps: float  # of the norm before the output projection
 
     @property
     def divided(self) -> dict[str, int]:

@@ -187,7 +187,7 @@ class StateSpace(RecurrentMixer):
         groups = options.shard.span(spec.num_groups, "mamba_n_groups")
         inner, states = heads.times(spec.head_dim), groups.times(spec.state_size)
         size, bias = config.hidden_size, spec.has_bias
-        self.num_groups, self.norm_eps = groups.size, config.norm_eps
+        self.num_groups, self.norm_eps = groups.size, spec.norm_eps
         self.step_limits = spec.step_limits
         parts = (inner, inner, states, states, heads)
         self.in_proj = MergedLinear(size, parts, options, bias=bias)

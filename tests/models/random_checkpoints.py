@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.models.recurrent_variants import RECURRENT
+from tests.models.state_space_variants import STATE_SPACE
 from tests.models.variant import SHARED, TWO_KV_HEADS, Variant
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
@@ -389,6 +390,7 @@ VARIANTS = {
     ),
     "starcoder2": Variant("starcoder2", {**TWO_KV_HEADS, "sliding_window": 17}),
     **RECURRENT,
+    **STATE_SPACE,
 }
 
 

@@ -184,6 +184,8 @@ CASES = [
     ("olmo2", 2),
     ("olmo2", 4),  # the norm over all heads counts every head of keys twice
     ("olmoe", 2),
+    ("bamba", 2),
+    ("granite4-dense", 4),
     ("lfm2", 2),
     ("lfm2-moe", 2),
     ("qwen3-next", 2),  # two kinds of projections whose rows are stored by heads
@@ -335,6 +337,7 @@ def test_all_ranks_run_the_programs_of_the_first_one_captured(tmp_path: Path) ->
         ("llama3", 3, "num_attention_heads=4 .* 3 tensor.* set parallel.tensor to 1 or 2 or 4"),
         ("lfm2", 3, "num_attention_heads=4 .* 3 tensor.* set parallel.tensor to 1 or 2 or 4"),
         ("qwen3-next", 4, "linear_num_key_heads=2 .* 4 tensor.* set parallel.tensor to 1 or 2$"),
+        ("granite4", 2, "mamba_n_groups=1 cannot be divided .* set parallel.tensor to 1"),
         ("qwen2-moe", 8, "num_attention_heads=4 .* 8 .* set parallel.tensor to 1 or 2 or 4"),
     ],
 )

@@ -70,6 +70,7 @@ TILES: dict[str, Any] = {  # keys of models that cut images into tiles
     },
 }
 SOUNDS: dict[str, Any] = {"text_config": {**LLAMA, "num_key_value_heads": 8}}
+MAMBA = {"mamba_n_heads": 8}
 OF_FAMILY = {
     "AudioFlamingo3ForConditionalGeneration": SOUNDS,
     "WhisperForConditionalGeneration": {
@@ -82,6 +83,7 @@ OF_FAMILY = {
         "decoder_attention_heads": 8,
         "decoder_ffn_dim": 128,
     },
+    "BambaForCausalLM": {**MAMBA, "attn_layer_indices": [1]},
     "CodeGenForCausalLM": {"rotary_dim": 8},
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
@@ -91,6 +93,7 @@ OF_FAMILY = {
     },
     "GPT2LMHeadModel": {"n_positions": 2048},
     "GPTJForCausalLM": {"rotary_dim": 8},
+    "GraniteMoeHybridForCausalLM": EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"] * 2},
     "Glm4MoeLiteForCausalLM": LATENT,
     "Idefics3ForConditionalGeneration": TILES,
     "InternVLForConditionalGeneration": TILES,

@@ -33,8 +33,22 @@ _LATENT = {
     "head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
     "qk_head_dim": "qk_rope_head_dim and qk_nope_head_dim decide",
 }
+_NO_MIXERS = "this variant has attention in all layers"
+_NO_EXPERTS = {
+    "intermediate_size": "the size of an expert, and this variant has none",
+    "num_experts_per_tok": "this variant has no experts",
+}
+_NO_ROPE = {
+    "rope_parameters.rope_theta": "this variant has no rotary embedding",
+    "rope_parameters.rope_type": "this variant has no rotary embedding",
+}
 # Model type or name of a variant -> keys that change nothing there, and why.
 NEUTRAL_IN = {
+    "bamba": {
+        "mamba_chunk_size": "changes only the order of additions",
+        "num_logits_to_keep": "selects logits of a prompt; requests do that here",
+        "z_loss_coefficient": "training",
+    },
     "bloom": {
         "intermediate_size": "the variant adds it; in BLOOM it is always 4 times the hidden size",
         "pretraining_tp": "changes only the order of additions",
@@ -71,6 +85,22 @@ NEUTRAL_IN = {
         "summary_use_proj": "a head of another task",
     },
     "gpt_neox": {"is_decoder": "the model is always a decoder"},
+    "granite4": _NO_ROPE,
+    "granite4-attention": {
+        **_NO_ROPE,
+        **_NO_EXPERTS,
+        "mamba_conv_bias": _NO_MIXERS,
+        "mamba_d_conv": _NO_MIXERS,
+        "mamba_d_head": _NO_MIXERS,
+        "mamba_d_state": _NO_MIXERS,
+        "mamba_expand": _NO_MIXERS,
+        "mamba_n_groups": _NO_MIXERS,
+        "mamba_n_heads": _NO_MIXERS,
+        "mamba_proj_bias": _NO_MIXERS,
+        "time_step_limit": _NO_MIXERS,
+    },
+    "granite4-dense": _NO_EXPERTS,
+    "granitemoehybrid": {"mamba_chunk_size": "changes only the order of additions"},
     "lfm2": {"full_attn_idxs": "layer_types decides"},
     "lfm2-bias": {
         "block_ffn_dim_multiplier": "block_auto_adjust_ff_dim is off",
@@ -185,10 +215,12 @@ OTHER_DEFAULTS = {
 }  # fmt: skip
 # Values that transformers' own default configuration lacks.
 MISSING = {
+    "BambaForCausalLM": {"attn_layer_indices": [9]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     # The default number of embeddings does not fit the default tower.
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 49},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 31 + ["attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 31 + ["full_attention"]},
     # transformers unties the head if a checkpoint has one. The files that state nothing have one.
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},
@@ -235,4 +267,9 @@ def test_layer_types_that_are_not_stated_are_those_of_transformers(name: str) ->
     settings = {**VARIANTS[name].settings, "layer_types": None}
     config = config_of(Variant(VARIANTS[name].model_type, settings))
     family = model_class(config["architectures"][0])
-    assert family.read_config({**config, "layer_types": None}) == family.read_config(config)
+    missing = {**config, "layer_types": None}
+    if set(config["layer_types"]) == {"linear_attention"}:
+        with pytest.raises(ValueError, match="layer_types must have full_attention"):
+            family.read_config(missing)
+        return
+    assert family.read_config(missing) == family.read_config(config)

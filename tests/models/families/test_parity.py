@@ -19,9 +19,12 @@ from tests.models.random_checkpoints import VARIANTS, reference_model
 
 SLOW = pytest.mark.slow  # for a variant whose parts other variants cover
 PACKED = [
+    "bamba",
+    "bamba-bias",
     "deepseek-v2",
     "deepseek-v3",
     "gpt2",
+    "granite4",
     "llama3",
     "llama-linear-bias",
     "mixtral",
@@ -61,6 +64,8 @@ EAGER = [
 # A packed model is lowered to calls of our ops within 1 s. For one that is not packed, Inductor
 # takes 10 s; tests/graphs/compiler has a quick case of it.
 COMPILED = [
+    (GraphForm.layer, "bamba", True),
+    pytest.param(GraphForm.layer, "bamba", False, marks=SLOW),
     (GraphForm.layer, "bloom", True),
     pytest.param(GraphForm.layer, "bloom", False, marks=SLOW),
     pytest.param(GraphForm.layer, "deepseek-v3", False, marks=SLOW),
@@ -117,7 +122,7 @@ def test_packed(expected, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["bamba", "gpt2", "granite4", "llama3", "qwen3-tied"])
 def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
     """The distance to float32 logits is at most 1.25 times that of transformers in this dtype."""
     model, config = load(expected(name).directory, "cpu", dtype, pack=True)

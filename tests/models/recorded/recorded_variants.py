@@ -86,7 +86,6 @@ FORCED = (
 """Variants with an implementation here, which `model.implementation=transformers` does not use."""
 
 REFUSED = {
-    "BambaForCausalLM": ("bamba", {}, "computes attention itself"),
     "DiffLlamaForCausalLM": ("diffllama", GROUPED, "makes 2 attention calls, not one"),
     "Gemma4ForCausalLM": ("gemma4_text", HEADS, "layers differ in"),
     "Mamba2ForCausalLM": ("mamba2", {}, "computes attention itself"),

@@ -51,7 +51,7 @@ BOTH = {
         embedding=Int4(symmetric=False),
     ),
 }
-NAMES = ["gpt2", "lfm2", "llama3", "qwen2", "qwen3-tied"]
+NAMES = ["bamba", "gpt2", "granite4-dense", "lfm2", "llama3", "qwen2", "qwen3-tied"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,88 @@
+"""Reads the Mamba-2 mixers of a config.json, with the names that Bamba and Granite 4 have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.recurrent_spec import StateSpaceSpec
+from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
+
+__all__ = ("read_state_space",)
+
+
+def read_state_space(
+    hf_config: HFConfig, layers: tuple[bool, ...], norm_eps: float
+) -> StateSpaceSpec | None:
+    """The recurrent mixers of a model.
+
+    Args:
+        hf_config: the parsed config.json.
+        layers: for each layer, whether it is recurrent.
+        norm_eps: that of the model's norms, as the config states it.
+
+    Returns:
+        None if no layer is recurrent.
+
+    Raises:
+        ValueError: a size does not fit the others, or a value is not supported; the text names it.
+    """
+    # It is also the activation after the convolution, which is part of the kernels.
+    refuse_other_values(hf_config, {"hidden_act": "silu"})
+    if not any(layers):
+        return None
+    num_heads = read_integer(hf_config, "mamba_n_heads", default=128)
+    num_groups = read_integer(hf_config, "mamba_n_groups", default=1)
+    conv_width = read_integer(hf_config, "mamba_d_conv", default=4)
+    inner = read_integer(hf_config, "mamba_expand", default=2)
+    inner *= read_integer(hf_config, "hidden_size")
+    head_dim = inner // num_heads
+    if hf_config.get("mamba_d_head", "auto") != "auto":
+        head_dim = read_integer(hf_config, "mamba_d_head")
+    if num_heads * head_dim != inner:
+        raise ValueError(
+            f"config.json: mamba_expand * hidden_size={inner} must be mamba_n_heads={num_heads} "
+            f"times mamba_d_head={head_dim}"
+        )
+    if num_heads % num_groups:
+        raise ValueError(
+            f"config.json: mamba_n_heads={num_heads} is not a multiple of "
+            f"mamba_n_groups={num_groups}"
+        )
+    if conv_width < 2:
+        raise ValueError(f"config.json: mamba_d_conv must be at least 2, got {conv_width}")
+    return StateSpaceSpec(
+        layers=layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=read_integer(hf_config, "mamba_d_state", default=256),
+        num_groups=num_groups,
+        conv_width=conv_width,
+        has_conv_bias=bool(hf_config.get("mamba_conv_bias", True)),
+        has_bias=bool(hf_config.get("mamba_proj_bias", False)),
+        step_limits=_step_limits(hf_config),
+        norm_eps=norm_eps,
+    )
+
+
+def _step_limits(hf_config: HFConfig) -> tuple[float, float]:
+    stated = hf_config.get("time_step_limit", (0.0, math.inf))
+    numbers = [_number(one) for one in stated] if isinstance(stated, list | tuple) else []
+    if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise ValueError(
+            "config.json: time_step_limit must be the smallest and the largest time step, two "
+            f"numbers of at least 0, got {stated!r}"
+        )
+    return numbers[0], numbers[1]
+
+
+def _number(value: Any) -> float:
+    """A number as transformers writes it: infinity is `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        value = value.get("__float__")
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType] - checked by trying
+    except (TypeError, ValueError):
+        return math.nan
