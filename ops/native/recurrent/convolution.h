@@ -76,14 +76,15 @@ void convolve_in(const Inputs<T>& inputs, const float* taps, int64_t first, int6
   for (int64_t token = begin; token < end; ++token, out += out_stride) {
     const T* rows[kMaxWidth];
     for (int64_t w = 0; w < width; ++w) rows[w] = inputs.at(token + w + 1 - width) + first;
-    for (int64_t c = 0; c < padded; c += F32::width) {
+    const auto run = [&](int64_t c, const auto& input) {
       F32 sum = load(taps + width * padded + c);
 #pragma GCC unroll 8
-      for (int64_t w = 0; w < width; ++w) {
-        sum = fma(load_some(rows[w] + c, count - c), load(taps + w * padded + c), sum);
-      }
+      for (int64_t w = 0; w < width; ++w) sum = fma(input(rows[w] + c), load(taps + w * padded + c), sum);
       store(out + c, silu(sum));
-    }
+    };
+    int64_t c = 0;
+    for (; c + F32::width <= count; c += F32::width) run(c, [](const T* from) { return load(from); });
+    for (; c < padded; c += F32::width) run(c, [&](const T* from) { return load_some(from, count - c); });
   }
 }
 

@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t kTokens = 64;  // of a chunk; its queries, keys and values fit into the second level cache
 constexpr int kVectors = 2;      // of a block of columns
 constexpr int kColumns = kVectors * F32::width;
+constexpr int kWideVectors = 4;  // for a single token, if the values are a multiple of it
 constexpr int64_t kRowsAtOnce = 16;     // rows of a state that lie side by side in memory
 constexpr int64_t kItemsPerWorker = 4;  // as many and more let the workers end at the same time
 constexpr float kUnitEps = 1e-6f;       // of the norms of queries and keys
@@ -40,21 +41,24 @@ struct TokenStep {
   const float* next;    // the next token's key
 };
 
-// sums[c] += the sum over rows of key[row] * state[row][c], in blocks of kColumns.
+// sums[c] += the sum over rows of key[row] * state[row][c], for some vectors of columns.
+template <int kVectors>
 OSTINATO_INLINE void read_rows(const float* state, int64_t stride, const float* key, int64_t rows, float* sums) {
   F32 sum[kVectors];
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) sum[v] = load(sums + v * F32::width);
   for (int64_t row = 0; row < rows; ++row, state += stride) {
     const F32 factor = broadcast(key[row]);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = fma(factor, load(state + v * F32::width), sum[v]);
   }
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) store(sums + v * F32::width, sum[v]);
 }
 
-// state = kept * state + key^T delta, for a block of columns. `out` gets the product of the query with the new state.
+// state = kept * state + key^T delta, for some vectors of columns. `out` gets the product of the query with the new state.
 // With `kReadsNext`, `sums` gets the product of the next key, so that the state is loaded once for each token.
-template <bool kReadsNext>
+template <int kVectors, bool kReadsNext>
 OSTINATO_INLINE void step_rows(const float* from, float* to, int64_t stride, const TokenStep& token, int64_t rows,
                                const float* delta, float* out, float* sums) {
   const F32 kept = broadcast(token.kept);
@@ -91,13 +95,11 @@ OSTINATO_INLINE void clear(float* x, int64_t count) {
 template <class T>
 class Worker {
  public:
-  static int64_t scratch_floats(const Problem& p) {
-    const int64_t taps = (p.channels.width() + 1) * (2 * p.k_padded + p.heads_per_item * p.v_padded);
-    return taps + kTokens * (2 * p.k_padded + p.v_padded + 2) + p.k_dim * kColumns + 3 * p.v_padded;
-  }
-
-  Worker(const Problem& problem, float* scratch) : p_(problem), scratch_(scratch) {
+  explicit Worker(const Problem& problem) : p_(problem) {
     const int64_t rows = p_.channels.width() + 1;
+    const int64_t taps = rows * (2 * p_.k_padded + p_.heads_per_item * p_.v_padded);
+    const int64_t of_chunk = kTokens * (2 * p_.k_padded + p_.v_padded + 2);
+    scratch_ = linear::scratch(taps + of_chunk + p_.k_dim * kColumns + 3 * p_.v_padded);
     q_taps_ = take(rows * p_.k_padded);
     k_taps_ = take(rows * p_.k_padded);
     v_taps_ = take(rows * p_.heads_per_item * p_.v_padded);
@@ -120,6 +122,7 @@ class Worker {
     load_head(head);
     const Sequence& sequence = p_.step.sequences[item % p_.step.count];
     const Inputs<T> inputs = p_.channels.inputs_of<T>(sequence);
+    next_ = source_of(item + 1);
     int64_t from = sequence.read;
     for_parts(sequence, [&](int64_t first, int64_t last, int64_t slot) {
       for (int64_t begin = first; begin < last; begin += kTokens, from = slot) {
@@ -129,6 +132,13 @@ class Worker {
   }
 
  private:
+  // The state that an item reads first; null = zeros, or there is no such item.
+  const float* source_of(int64_t item) const {
+    const int64_t head = item / p_.step.count * p_.heads_per_item;
+    const int64_t slot = p_.step.sequences[item % p_.step.count].read;
+    return head >= p_.num_heads || slot == 0 ? nullptr : p_.state_of(slot, head);
+  }
+
   float* take(int64_t count) {
     float* part = scratch_;
     scratch_ += count;
@@ -170,7 +180,12 @@ class Worker {
       const float* source = from < 0 ? nullptr : p_.state_of(from, head);
       float* target = p_.state_of(to, head);
       if (count == 1 && source != nullptr && p_.v_dim % kColumns == 0) {
-        advance_one(source, target);
+        const float* next = h + 1 < p_.heads_per_item ? p_.state_of(from, head + 1) : next_;
+        if (p_.v_dim % (kWideVectors * F32::width) == 0) {
+          advance_one<kWideVectors>(source, target, next);
+        } else {
+          advance_one<kVectors>(source, target, next);
+        }
       } else {
         for (int64_t c = 0; c < p_.v_dim; c += kColumns) advance_block(source, target, c, count);
       }
@@ -199,24 +214,36 @@ class Worker {
     return {kept_[token], key, queries_ + token * p_.k_padded, key + p_.k_padded};
   }
 
-  // One token, for all columns.
-  void advance_one(const float* from, float* to) {
+  // One token, for all columns, in blocks of some vectors. Memory is asked for the rows that follow and, all along, for
+  // the state `next`, so that it is never idle.
+  template <int kVectors>
+  void advance_one(const float* from, float* to, const float* next) {
+    constexpr int kColumns = kVectors * F32::width;
     const TokenStep token = token_step(0);
     clear(sums_, p_.v_dim);
     for (int64_t row = 0; row < p_.k_dim; row += kRowsAtOnce) {
       const int64_t rows = std::min(kRowsAtOnce, p_.k_dim - row);
+      prefetch(from + (row + rows) * p_.v_dim, rows * p_.v_dim);
+      prefetch_half(next, row);
       for (int64_t c = 0; c < p_.v_dim; c += kColumns) {
-        read_rows(from + row * p_.v_dim + c, p_.v_dim, token.key + row, rows, sums_ + c);
+        read_rows<kVectors>(from + row * p_.v_dim + c, p_.v_dim, token.key + row, rows, sums_ + c);
       }
     }
-    for (int64_t c = 0; c < p_.v_dim; c += kColumns) make_delta(0, sums_ + c, values_ + c, deltas_ + c);
+    for (int64_t c = 0; c < p_.v_dim; c += delta_rule::kColumns) make_delta(0, sums_ + c, values_ + c, deltas_ + c);
     for (int64_t row = 0; row < p_.k_dim; row += kRowsAtOnce) {
       const int64_t rows = std::min(kRowsAtOnce, p_.k_dim - row), place = row * p_.v_dim;
       const TokenStep part{token.kept, token.key + row, token.query + row, nullptr};
+      prefetch_half(next, p_.k_dim + row);
       for (int64_t c = 0; c < p_.v_dim; c += kColumns) {
-        step_rows<false>(from + place + c, to + place + c, p_.v_dim, part, rows, deltas_ + c, values_ + c, nullptr);
+        step_rows<kVectors, false>(from + place + c, to + place + c, p_.v_dim, part, rows, deltas_ + c, values_ + c,
+                                   nullptr);
       }
     }
+  }
+
+  // Two passes over the rows ask for the rows of the next state; `row` counts those of both passes.
+  OSTINATO_INLINE void prefetch_half(const float* next, int64_t row) const {
+    if (next != nullptr) prefetch(next + row / 2 * p_.v_dim, kRowsAtOnce / 2 * p_.v_dim);
   }
 
   // `count` tokens, for the columns from `column` on.
@@ -229,16 +256,16 @@ class Worker {
       }
     }
     clear(sums_, kColumns);
-    read_rows(block_, kColumns, keys_, p_.k_dim, sums_);
+    read_rows<kVectors>(block_, kColumns, keys_, p_.k_dim, sums_);
     for (int64_t t = 0; t < count; ++t) {
       float* values = values_ + t * p_.v_padded + column;
       const TokenStep token = token_step(t);
       make_delta(t, sums_, values, deltas_);
       if (t + 1 < count) {
         clear(sums_, kColumns);
-        step_rows<true>(block_, block_, kColumns, token, p_.k_dim, deltas_, values, sums_);
+        step_rows<kVectors, true>(block_, block_, kColumns, token, p_.k_dim, deltas_, values, sums_);
       } else {
-        step_rows<false>(block_, block_, kColumns, token, p_.k_dim, deltas_, values, nullptr);
+        step_rows<kVectors, false>(block_, block_, kColumns, token, p_.k_dim, deltas_, values, nullptr);
       }
     }
     for (int64_t row = 0; row < p_.k_dim; ++row) {
@@ -262,6 +289,7 @@ class Worker {
 
   const Problem& p_;
   float* scratch_;
+  const float* next_ = nullptr;  // the state that the next item reads
   int64_t head_ = -1, first_key_ = 0;
   float *q_taps_, *k_taps_, *v_taps_;     // of the item's heads, see `load_taps`
   float *queries_, *keys_, *values_;      // of a chunk, [kTokens, padded]
@@ -274,9 +302,7 @@ template <class T>
 void run(Call& call, const Problem& p) {
   const int64_t items = p.num_heads / p.heads_per_item * p.step.count;
   const int workers = workers_for(call.threads(), items, p.step.count * p.num_heads * p.head_size() * 8);
-  const int64_t floats = round_up(Worker<T>::scratch_floats(p), 16);
-  float* scratch = call.workspace<float>(floats * workers);
-  for_items(call.threads(), workers, items, [&](int worker) { return Worker<T>(p, scratch + worker * floats); });
+  linear::for_each_task(call.threads(), items, workers, [&] { return Worker<T>(p); });
 }
 
 // gated_delta_rule(Tensor qkvz, Tensor gates, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight,

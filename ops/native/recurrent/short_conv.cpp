@@ -18,10 +18,8 @@ struct Problem {
 template <class T>
 class Worker {
  public:
-  static int64_t scratch_floats(const Problem& p) { return (2 * p.width + 1) * kChannels; }
-
-  Worker(const Problem& problem, float* scratch)
-      : p_(problem), taps_(scratch), products_(scratch + (p_.width + 1) * kChannels) {}
+  explicit Worker(const Problem& problem)
+      : p_(problem), taps_(linear::scratch((2 * p_.width + 1) * kChannels)), products_(taps_ + (p_.width + 1) * kChannels) {}
 
   // Items are in the order of channels, so that a worker loads the weights of a block once.
   void operator()(int64_t item) {
@@ -118,9 +116,7 @@ void gated_short_conv(Call& call) {
   const int64_t row_bytes = p.channels * element_size(p.bcx.dtype);
   const int workers = workers_for(call.threads(), items, (4 * p.step.num_rows + 2 * p.width * p.step.count) * row_bytes);
   with_element(p.bcx.dtype, [&]<class T>(T) {
-    const int64_t floats = Worker<T>::scratch_floats(p);
-    float* scratch = call.workspace<float>(floats * workers);
-    for_items(call.threads(), workers, items, [&](int worker) { return Worker<T>(p, scratch + worker * floats); });
+    linear::for_each_task(call.threads(), items, workers, [&] { return Worker<T>(p); });
   });
   call.give(p.out);
 }

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kTokens = 64;          // of a chunk
 constexpr int64_t kRowsAtOnce = 4;       // rows of a state that share the loads of B and C
+constexpr int64_t kRowsAhead = 16;       // rows between those that are read from memory and those that are asked for
 constexpr int64_t kBlockFloats = 4096;   // of a block of rows
 
 struct Problem {
@@ -66,14 +67,10 @@ OSTINATO_INLINE void step_rows(const float* from, float* to, int64_t n, const To
 template <class T>
 class Worker {
  public:
-  static int64_t block_rows(const Problem& p) {
-    return std::max(kBlockFloats / p.state_padded / kRowsAtOnce * kRowsAtOnce, kRowsAtOnce);
-  }
-  static int64_t scratch_floats(const Problem& p) {
-    return (p.channels.width() + 1 + 3 * kTokens) * p.head_padded + 2 * kTokens + block_rows(p) * p.state_padded;
-  }
-
-  Worker(const Problem& problem, float* scratch) : p_(problem), taps_(scratch) {
+  explicit Worker(const Problem& problem) : p_(problem) {
+    block_rows_ = std::max(kBlockFloats / p_.state_padded / kRowsAtOnce * kRowsAtOnce, kRowsAtOnce);
+    const int64_t of_rows = p_.channels.width() + 1 + 3 * kTokens;
+    taps_ = linear::scratch(of_rows * p_.head_padded + 2 * kTokens + block_rows_ * p_.state_padded);
     x_ = taps_ + (p_.channels.width() + 1) * p_.head_padded;
     scaled_ = x_ + kTokens * p_.head_padded;
     y_ = scaled_ + kTokens * p_.head_padded;
@@ -91,7 +88,8 @@ class Worker {
     head_ = head;
     const Sequence& sequence = p_.step.sequences[item % p_.step.count];
     const Inputs<T> inputs = p_.channels.inputs_of<T>(sequence);
-    const float* from = sequence.read == 0 ? nullptr : p_.state_of(sequence.read, head);
+    const float* from = source_of(item);
+    next_ = source_of(item + 1);
     for_parts(sequence, [&](int64_t first, int64_t last, int64_t slot) {
       float* to = p_.state_of(slot, head);
       for (int64_t begin = first; begin < last; begin += kTokens, from = to) {
@@ -101,6 +99,13 @@ class Worker {
   }
 
  private:
+  // The state that an item reads; null = zeros, or there is no such item.
+  const float* source_of(int64_t item) const {
+    if (item >= p_.num_heads * p_.step.count) return nullptr;
+    const int64_t slot = p_.step.sequences[item % p_.step.count].read;
+    return slot == 0 ? nullptr : p_.state_of(slot, item / p_.step.count);
+  }
+
   // Tokens [begin, end) of the sequence with the first row `first_row`.
   void run_chunk(const Inputs<T>& inputs, int64_t first_row, int64_t begin, int64_t end, const float* from, float* to) {
     const int64_t count = end - begin, row = first_row + begin, padded = p_.head_padded;
@@ -114,9 +119,8 @@ class Worker {
         store(scaled_ + t * padded + c, load(x_ + t * padded + c) * broadcast(steps_[t]));
       }
     }
-    const int64_t rows_at_once = block_rows(p_);
-    for (int64_t r = 0; r < p_.head_dim; r += rows_at_once) {
-      advance_block(from, to, r, std::min(rows_at_once, p_.head_dim - r), row, count);
+    for (int64_t r = 0; r < p_.head_dim; r += block_rows_) {
+      advance_block(from, to, r, std::min(block_rows_, p_.head_dim - r), row, count);
     }
     for (int64_t t = 0; t < count; ++t) write_row(row + t, t);
   }
@@ -146,6 +150,7 @@ class Worker {
       const TokenStep token{kept_[t], b, b + p_.num_groups * padded, scaled_ + place, y_ + place};
       int64_t r = 0;
       for (; r + kRowsAtOnce <= rows; r += kRowsAtOnce) {
+        if (t == 0) prefetch_rows(from, row + r + kRowsAhead);
         step_rows<kRowsAtOnce>(source + r * padded, state + r * padded, padded, token, r);
       }
       for (; r < rows; ++r) step_rows<1>(source + r * padded, state + r * padded, padded, token, r);
@@ -154,6 +159,15 @@ class Worker {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < n; c += F32::width) store_some(target + r * n + c, load(state + r * padded + c), n - c);
     }
+  }
+
+  // Asks for kRowsAtOnce rows of the head's state, or if it has fewer, of the next item's.
+  OSTINATO_INLINE void prefetch_rows(const float* state, int64_t row) const {
+    if (row >= p_.head_dim) {
+      state = next_;
+      row -= p_.head_dim;
+    }
+    if (state != nullptr) prefetch(state + row * p_.state_size, kRowsAtOnce * p_.state_size);
   }
 
   // (y + D x) * silu(z) of a token.
@@ -172,7 +186,8 @@ class Worker {
   float* taps_;                    // of the head's channels, see `load_taps`
   float *x_, *scaled_, *y_;        // of a chunk, [kTokens, head_padded]: x, d x, and state C
   float *steps_, *kept_, *block_;  // d and the factors on the state, of a chunk; a copy of a block of rows
-  int64_t head_ = -1;
+  const float* next_ = nullptr;    // the state that the next item reads
+  int64_t head_ = -1, block_rows_;
 };
 
 // The convolution of B and C, of all tokens.
@@ -231,9 +246,7 @@ void run(Call& call, const Problem& p) {
   convolve_shared<T>(call, p);
   const int64_t items = p.num_heads * p.step.count;
   const int workers = workers_for(call.threads(), items, items * p.head_dim * p.state_size * 8);
-  const int64_t floats = round_up(Worker<T>::scratch_floats(p), 16);
-  float* scratch = call.workspace<float>(floats * workers);
-  for_items(call.threads(), workers, items, [&](int worker) { return Worker<T>(p, scratch + worker * floats); });
+  linear::for_each_task(call.threads(), items, workers, [&] { return Worker<T>(p); });
   write_norms<T>(call, p);
 }
 
