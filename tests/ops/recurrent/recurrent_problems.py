@@ -49,22 +49,26 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returned, and the states after it; `state` is None if the op has none."""
+    """What a call returned, and the states after it."""
 
     out: Tensor
     conv_state: Tensor
-    state: Tensor | None
+    state: Tensor  # [slots, 0] if the op has none
 
     def equals(self, other: Result) -> bool:
         """Whether all bits are the same, of slots but slot 0."""
-        states = self.state is None or torch.equal(self.state[1:], other.state[1:])
-        conv = torch.equal(self.conv_state[1:], other.conv_state[1:])
-        return torch.equal(self.out, other.out) and conv and states
+        slots = range(1, len(self.conv_state))
+        return torch.equal(self.out, other.out) and all(self.keeps(slot, other) for slot in slots)
+
+    def keeps(self, slot: int, other: Result) -> bool:
+        """Whether all bits of a slot are the same."""
+        conv = torch.equal(self.conv_state[slot], other.conv_state[slot])
+        return conv and torch.equal(self.state[slot], other.state[slot])
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of one call, by their names."""
+    """The arguments of one call, by their names. There is always a `state`."""
 
     op: str
     arguments: dict[str, object]
@@ -95,20 +99,15 @@ class Problem:
 
     def run(self, function: Callable[..., Tensor] | None = None) -> Result:
         """Call a kernel, by default the reference, with copies of the states."""
-        changed = {
-            name: self[name].clone() for name in ("conv_state", "state") if name in self.names
-        }
+        changed = {name: self[name].clone() for name in ("conv_state", "state")}
         arguments = {**self.arguments, **changed}
         run = REFERENCES[self.op] if function is None else function
         out = run(*(arguments[name] for name in self.names))
-        return Result(out, changed["conv_state"], changed.get("state"))
+        return Result(out, **changed)
 
     def after(self, result: Result) -> Problem:
         """The same call on the states that another one left."""
-        changes: dict[str, object] = {"conv_state": result.conv_state}
-        if result.state is not None:
-            changes["state"] = result.state
-        return self.having(**changes)
+        return self.having(conv_state=result.conv_state, state=result.state)
 
 
 def _random(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -171,6 +170,7 @@ def short_conv(
         "conv_weight": draw(channels, width),
         "conv_bias": draw(channels) if has_bias else None,
         "conv_state": draw(num_slots, width - 1, channels),
+        "state": torch.empty(num_slots, 0),
     }
     return Problem("gated_short_conv", arguments, ("bcx",))
 
