@@ -9,6 +9,9 @@ multiple of Hk), K and V their sizes, C = 2 Hk K + Hv V channels, W the width of
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -63,7 +66,8 @@ def gated_delta_rule(
         [T, Hv V] contiguous, in the dtype of qkvz. Rows of padding are zero.
 
     Raises:
-        ValueError: the CPU kernel refused a shape, a dtype or a slot.
+        ValueError: the CPU kernel refused a shape, a dtype or a slot; or a CUDA kernel refused
+            strides.
     """
     return _op(
         qkvz,
@@ -132,6 +136,11 @@ def _units(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads, 1)
 
 
+def _on_cuda(*arguments: Any) -> Tensor:
+    kernels = import_module("ostinato.ops.recurrent.triton_delta_rule")  # needs Triton
+    return kernels.delta_rule_on_cuda(*arguments)
+
+
 def _fake(
     qkvz: Tensor,
     gates: Tensor,
@@ -151,7 +160,7 @@ def _fake(
 
 _op = register_op(
     "gated_delta_rule",
-    {"CompositeExplicitAutograd": reference_gated_delta_rule},
+    {"CompositeExplicitAutograd": reference_gated_delta_rule, "CUDA": _on_cuda},
     fake=_fake,
     mutates=("conv_state", "state"),
 )

@@ -5,6 +5,9 @@ Shapes: T tokens of a step, S sequences, C channels, W the width of the convolut
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +42,8 @@ def gated_short_conv(
         [T, C] contiguous, in the dtype of bcx. Rows of padding are zero.
 
     Raises:
-        ValueError: the CPU kernel refused a shape, a dtype or a slot.
+        ValueError: the CPU kernel refused a shape, a dtype or a slot; or a CUDA kernel refused
+            strides.
     """
     return _op(bcx, conv_weight, conv_bias, conv_state, query_start_loc, state_slots)
 
@@ -67,6 +71,11 @@ def reference_gated_short_conv(
     return out
 
 
+def _on_cuda(*arguments: Any) -> Tensor:
+    kernels = import_module("ostinato.ops.recurrent.triton_short_conv")  # needs Triton
+    return kernels.short_conv_on_cuda(*arguments)
+
+
 def _fake(
     bcx: Tensor,
     conv_weight: Tensor,
@@ -80,7 +89,7 @@ def _fake(
 
 _op = register_op(
     "gated_short_conv",
-    {"CompositeExplicitAutograd": reference_gated_short_conv},
+    {"CompositeExplicitAutograd": reference_gated_short_conv, "CUDA": _on_cuda},
     fake=_fake,
     mutates=("conv_state",),
 )

@@ -8,6 +8,9 @@ state, I = H P, C = I + 2 G N channels, W the width of the convolution.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,7 +70,8 @@ def state_space(
         [T, I] contiguous, in the dtype of `projected`. Rows of padding are zero.
 
     Raises:
-        ValueError: the CPU kernel refused a shape, a dtype or a slot.
+        ValueError: the CPU kernel refused a shape, a dtype or a slot; or a CUDA kernel refused
+            strides.
     """
     return _op(
         projected,
@@ -137,6 +141,11 @@ def reference_state_space(
     return out
 
 
+def _on_cuda(*arguments: Any) -> Tensor:
+    kernels = import_module("ostinato.ops.recurrent.triton_state_space")  # needs Triton
+    return kernels.state_space_on_cuda(*arguments)
+
+
 def _fake(
     projected: Tensor,
     conv_weight: Tensor,
@@ -159,7 +168,7 @@ def _fake(
 
 _op = register_op(
     "state_space",
-    {"CompositeExplicitAutograd": reference_state_space},
+    {"CompositeExplicitAutograd": reference_state_space, "CUDA": _on_cuda},
     fake=_fake,
     mutates=("conv_state", "state"),
 )

@@ -29,6 +29,7 @@ MODULES = {
         "adapters/interpreted_adapters",
         "logprobs/interpreted_row_logprobs",
         "moe/interpreted_moe_linear",
+        "recurrent/interpreted_recurrent",
         "rounded/interpreted_rounded",
         "sampling/interpreted_unsorted_draw",
     ),

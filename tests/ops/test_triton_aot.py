@@ -32,6 +32,9 @@ OTHERS = {
     "Qwen3-30B-A3B gate and up, 8 rows",
     "Qwen3-30B-A3B down, 8 rows",
     "DeepSeek-V3 output, blocks, 256 rows",
+    "Qwen3.5-4B",
+    "LFM2-1.2B",
+    "Granite-4-tiny",
 }
 
 

@@ -35,6 +35,24 @@ from ostinato.ops.fused.triton_expert_kernels import down_kernel, gate_up_kernel
 from ostinato.ops.fused.triton_fused_experts import experts_constants, router_constants
 from ostinato.ops.fused.triton_fused_linear import fused_linear_kernel, scale_rows_kernel
 from ostinato.ops.fused.triton_output_router import output_router_kernel, output_router_launch
+from ostinato.ops.recurrent.triton_delta_rule import (
+    delta_inputs_constants,
+    delta_inputs_kernel,
+    delta_norm_constants,
+    delta_norm_kernel,
+    delta_rule_constants,
+    delta_rule_kernel,
+)
+from ostinato.ops.recurrent.triton_short_conv import short_conv_constants, short_conv_kernel
+from ostinato.ops.recurrent.triton_state_space import (
+    Sizes,
+    space_inputs_constants,
+    space_inputs_kernel,
+    space_norm_constants,
+    space_norm_kernel,
+    state_space_constants,
+    state_space_kernel,
+)
 from ostinato.ops.rounded.round_rows import InputScales
 from ostinato.ops.rounded.triton_rounded_linear import (
     Operands,
@@ -59,6 +77,7 @@ _METADATA = {
     "seq_lens": "*i32",
     "block_table": "*i32",
     "slot_mapping": "*i64",
+    "state_slots": "*i32",
     "taken": "*i32",
 }
 _COUNTS = (  # tensors of int32
@@ -66,13 +85,16 @@ _COUNTS = (  # tensors of int32
 )
 _SINGLE_RESULTS = (  # of float32
     *("logits", "products", "routing_weights", "x_scales", "scales", "squares", "new_squares"),
-    *("factors", "parts"),
+    *("factors", "parts", "mixed", "outputs", "state", "a_log", "dt_bias", "skip"),
 )
-_STRIDES = ("x_stride", "residual_stride", "qkv_stride")
+_STRIDES = ("x_stride", "residual_stride", "qkv_stride", "gates_stride")
 _SINGLE = ("alibi_slopes", "sinks", "cos", "sin")  # tensors of float32
-_ROWS = ("out", "q", "k", "v", "qkv", "x", "normal", "inner", "scaled", "hidden")
+_ROWS = (
+    *("out", "q", "k", "v", "qkv", "x", "normal", "inner", "scaled", "hidden"),
+    *("qkvz", "gates", "bcx", "projected", "conv_weight", "conv_state"),
+)
 # Arguments that may be None, in which case the kernel leaves something out.
-_WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual")
+_WEIGHTS = ("q_weight", "k_weight", "bias", "norm_weight", "residual", "conv_bias")
 _SUMS = ("scaled", "squares", "new_squares")
 _OPTIONAL = (
     *(*_SINGLE, *_WEIGHTS, *_SUMS),
@@ -86,7 +108,9 @@ class Variant:
     """One kernel, specialised to a model."""
 
     model: str
-    role: str  # few | short | long | write | rotate | scale | linear | router | experts | 8 bits
+    # few | short | long | write | rotate | scale | linear | router | experts | 8 bits | convolve |
+    # recur | gated norm
+    role: str
     dtype: str
     kernel: Any
     constants: Mapping[str, Any]
@@ -160,6 +184,7 @@ def variants() -> Iterator[Variant]:
     yield from _products()
     yield from _experts()
     yield from _rounded()
+    yield from _recurrent()
 
 
 def _rotations() -> Iterator[Variant]:
@@ -251,6 +276,34 @@ def _rounded() -> Iterator[Variant]:
             kernel, optional = rounded_linear_kernel, ("residual",)
             model = f"{name}, {rows} rows"
             yield Variant(model, "8 bits", dtype, kernel, constants, optional=optional)
+
+
+def _recurrent() -> Iterator[Variant]:
+    """The kernels of recurrent layers: gated delta net, short convolution and Mamba-2."""
+    heads = (16, 32, 128, 128)
+    sizes = Sizes(num_heads=48, head_dim=64, num_groups=1, state_size=128)
+    steps = (0.0, float("inf"))
+    factors, bias, norm = ("factors",), ("conv_bias",), ("norm_weight",)
+    for model, role, kernel, constants, optional in (
+        ("Qwen3.5-4B", "convolve", delta_inputs_kernel, delta_inputs_constants(*heads, 4), factors),
+        ("Qwen3.5-4B", "recur", delta_rule_kernel, delta_rule_constants(*heads), factors),
+        ("Qwen3.5-4B", "gated norm", delta_norm_kernel, delta_norm_constants(*heads, 1e-6), norm),
+        ("LFM2-1.2B", "convolve", short_conv_kernel, short_conv_constants(2048, 3), ()),
+        (
+            *("Granite-4-tiny", "convolve", space_inputs_kernel),
+            space_inputs_constants(sizes, 4, *steps),
+            (*factors, *bias),
+        ),
+        ("Granite-4-tiny", "recur", state_space_kernel, state_space_constants(sizes), factors),
+        (
+            "Granite-4-tiny",
+            "gated norm",
+            space_norm_kernel,
+            space_norm_constants(sizes, 1e-5),
+            norm,
+        ),
+    ):
+        yield Variant(model, role, "bfloat16", kernel, constants, optional=optional)
 
 
 def compile_variant(variant: Variant) -> Resources:
