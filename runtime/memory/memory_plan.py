@@ -341,8 +341,9 @@ def _room(plan: MemoryPlan, model: ModelFootprint, states: StateChoice) -> int:
         kept = ""
         if states.least_bytes:
             kept = f"states for {states.least - 1} slots {size_text(states.least_bytes)}, "
-            fewer = "scheduler.max_num_seqs" if states.slots is None else "cache.state_slots"
-            remedies.insert(0, f"lower {fewer}")
+            if states.can_free(least - room):
+                fewer = "scheduler.max_num_seqs" if states.slots is None else "cache.state_slots"
+                remedies.insert(0, f"lower {fewer}")
         tiers = f"buffers of KV tiers {size_text(plan.tier_bytes)}, " if plan.tier_bytes else ""
         raise StartupError(
             f"not enough memory: {size_text(plan.budget_bytes)} planned of "
