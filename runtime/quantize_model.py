@@ -120,6 +120,11 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
                 f"takes {inputs}; use model.quantization, which quantises the decoder while it is "
                 "loaded"
             )
+    if config.recurrent is not None:
+        raise StartupError(
+            f"models with recurrent layers are not quantised, and {config.architecture} has some; "
+            "use model.quantization=int8 or int4, which quantises while loading"
+        )
     if section.format == "awq" and section.bits != 4:
         raise StartupError(
             f"quantize.format=awq has 4 bits, got quantize.bits={section.bits}; set quantize.bits=4"
