@@ -25,6 +25,7 @@ PACKED = [
     "deepseek-v3",
     "gpt2",
     "granite4",
+    "lfm2",
     "llama3",
     "llama-linear-bias",
     "mixtral",
@@ -38,6 +39,7 @@ SECOND = {
     "deepseek-v2-groups",
     "deepseek-v3-yarn",
     "glm4-moe-lite",
+    "lfm2-moe-unbiased",
     "llama4-two-experts",
 }
 # A variant of each kind of attention. For other variants, the test with the reference backend is
@@ -79,6 +81,8 @@ COMPILED = [
     pytest.param(GraphForm.layer, "mpt", False, marks=SLOW),
     pytest.param(GraphForm.layer, "olmo2", False, marks=SLOW),
     pytest.param(GraphForm.layer, "mistral", False, marks=SLOW),
+    (GraphForm.layer, "lfm2", True),  # two kinds of layers
+    (GraphForm.layer, "qwen3.5", True),  # gates of attention
     (GraphForm.layer, "qwen3-moe-mixed", True),  # two kinds of layers
     (GraphForm.layer, "qwen2-window", True),  # two kinds of layers
     pytest.param(GraphForm.layer, "qwen2-window", False, marks=SLOW),
