@@ -20,11 +20,12 @@ from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
-from ostinato.models.layers.attention_layer import Attention
-from ostinato.models.layers.cross_attention_layer import CrossAttention, CrossTable
 from ostinato.models.layers.few_rows import FewRowsBlock
-from ostinato.models.layers.latent_attention import LatentAttention
 from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.layers.mixers.attention_layer import Attention
+from ostinato.models.layers.mixers.cross_attention_layer import CrossAttention, CrossTable
+from ostinato.models.layers.mixers.latent_attention import LatentAttention
+from ostinato.models.layers.mixers.recurrent_mixers import RecurrentMixer, build_mixer
 from ostinato.models.layers.mlp import build_mlp
 from ostinato.models.layers.moe import MoE
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm, build_norm, build_rms_norm
@@ -33,7 +34,6 @@ from ostinato.models.layers.position_tables import (
     RotaryEmbedding,
     TemperatureTable,
 )
-from ostinato.models.layers.recurrent_mixers import RecurrentMixer, build_mixer
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import (
     CROSS,

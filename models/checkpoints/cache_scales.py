@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.models.checkpoints.checkpoint import CheckpointError
-from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.mixers.attention_layer import Attention
 
 __all__ = ("CacheScales",)
 

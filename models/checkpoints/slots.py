@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
-from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import BIAS, LinearBase
+from ostinato.models.layers.mixers.attention_layer import Attention
+from ostinato.models.layers.mixers.recurrent_mixers import RecurrentMixer
 from ostinato.models.layers.norm_layers import RMSNorm
-from ostinato.models.layers.recurrent_mixers import RecurrentMixer
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 

@@ -40,8 +40,8 @@ from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import BIAS, LinearBase
+from ostinato.models.layers.mixers.recurrent_mixers import RecurrentMixer
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
-from ostinato.models.layers.recurrent_mixers import RecurrentMixer
 from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import DummyTensor

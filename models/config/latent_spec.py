@@ -1,4 +1,4 @@
-"""The sizes of multi-head latent attention, as data (models/layers/latent_attention.py)."""
+"""The sizes of multi-head latent attention, as data (models/layers/mixers/latent_attention.py)."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from ostinato.models.config_json.decoder_fields import read_decoder_config
 from ostinato.models.config_json.hf_fields import architecture_of, read_first, read_integer
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
-from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.linear_layers import BuildOptions, Linear
+from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mlp import build_mlp
 from ostinato.models.layers.norm_layers import build_norm
 from ostinato.models.layers.position_tables import RotaryEmbedding

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.base import FewRows
-from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mlp import GatedMLP
 from ostinato.models.layers.moe import MoE
 from ostinato.models.layers.norm_layers import RMSNorm

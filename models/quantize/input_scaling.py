@@ -19,8 +19,8 @@ from torch import Tensor
 from ostinato.models.base import DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.decoder import DecoderBlock
-from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mlp import GatedMLP, PlainMLP
 from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.quantize.rounding import choose_grid, damped, round_to_nearest

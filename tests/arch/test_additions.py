@@ -112,7 +112,7 @@ from torch import nn
 
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.config_json.decoder_fields import read_decoder_config
-from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mlp import build_mlp
 from ostinato.models.layers.norm_layers import build_norm
 from ostinato.models.layers.position_tables import RotaryEmbedding

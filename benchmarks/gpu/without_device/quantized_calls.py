@@ -12,8 +12,8 @@ from ostinato.benchmarks.gpu.without_device.kernels import OwnLaunch, recorded_l
 from ostinato.benchmarks.gpu.without_device.lowering import Launch, own_launch
 from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms
 from ostinato.models.decoder import DecoderBlock
-from ostinato.models.layers.attention_layer import Attention
 from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mlp import GatedMLP
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
 from ostinato.ops.gpu_quantized.triton_quantized_linear import quantized_linear_on_cuda

@@ -21,7 +21,7 @@ from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms
 from ostinato.benchmarks.gpu.without_device.quantized_calls import QUANTIZED_OP, quantized_calls
 from ostinato.benchmarks.machine.described_device import DescribedDevice
 from ostinato.models.decoder import DecoderBlock
-from ostinato.models.layers.attention_layer import Attention
+from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionMetadata
 from ostinato.ops.backends.triton import BACKEND

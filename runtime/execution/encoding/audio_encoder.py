@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.decoder import Decoder
-from ostinato.models.layers.cross_attention_layer import CrossAttention
+from ostinato.models.layers.mixers.cross_attention_layer import CrossAttention
 from ostinato.runtime.execution.executor import BeginEncoding
 
 __all__ = ("AudioEncoder", "copy_features", "positions_per_unit")

@@ -24,7 +24,7 @@ from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.adapter_slots import AdapterSlots
-from ostinato.models.layers.cross_attention_layer import CrossAttention
+from ostinato.models.layers.mixers.cross_attention_layer import CrossAttention
 from ostinato.models.stage_layers import num_bytes
 from ostinato.models.step_tensors import StepSizes
 from ostinato.models.vision.image_spec import ImageSpec

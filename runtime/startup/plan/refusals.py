@@ -37,7 +37,7 @@ def check_cache_scales(
     """
     if cache_dtype is not torch.float8_e4m3fn or not weights.has_cache_scales:
         return
-    # Only `Attention` (models/layers/attention_layer.py) divides by the scales.
+    # Only `Attention` (models/layers/mixers/attention_layer.py) divides by the scales.
     family = class_of(model)
     if not issubclass(family, Decoder) or model.latent is not None:
         raise StartupError(
