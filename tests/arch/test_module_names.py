@@ -14,7 +14,6 @@ MAX_MODULES = 12
 FULL_FOLDERS = {
     "api/cli": "one module for each command, and what they share",
     "models/families": "one module for each family of models",
-    "models/layers": "13: one module for each kind of layer",
     "models/quantized_checkpoints": "14: one module for each format, and what they share",
 }
 # Base names that several modules share, because they are implementations of one protocol.
