@@ -50,7 +50,7 @@ class RecurrentCache:
     """What the recurrent layers of a stage keep: for each layer, a row for every slot.
 
     A sequence has a slot in place of blocks. Slot 0 stands for a sequence that begins; it is never
-    written.
+    read, and only warm-up steps write it.
     """
 
     layers: tuple[bool, ...]  # of the stage: whether a layer is recurrent

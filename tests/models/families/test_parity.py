@@ -152,13 +152,17 @@ def test_compiled(expected, form: GraphForm, name: str, pack: bool) -> None:
     [
         "deepseek-v3",  # views of slices, and keys that are joined
         pytest.param("deepseek-v2", marks=SLOW),
+        pytest.param("granite4", marks=SLOW),
+        pytest.param("lfm2", marks=SLOW),
         pytest.param("llama4", marks=SLOW),
         pytest.param("olmo2", marks=SLOW),
+        "qwen3.5",
     ],
 )
 def test_captured(expected, name: str) -> None:
     """The model is packed, compiled layer by layer, and recorded as a CPU graph."""
     native.load("core")
+    native.load("recurrent")
     model, config = load(expected(name).directory, "cpu", pack=True)
     driver = Driver(model, config)
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
