@@ -310,8 +310,8 @@ class KVCacheManager:
     def rewind_states(self, table: BlockTable, token_ids: Sequence[int]) -> int | None:
         """Go back to kept states before the last known token, because it must be computed again.
 
-        The tokens after these states are computed again too, into the same blocks. So states before
-        a block that another table shares, or whose window is freed, are not used.
+        The tokens after these states are computed again too, into the same blocks. So no block of
+        theirs may be in another table. With a window, they are at most `REPEATED_TOKENS`.
 
         Returns:
             The position that the next step begins with. None if there is none; then the sequence
@@ -323,8 +323,11 @@ class KVCacheManager:
             index = len(blocks.ids)
             while index > blocks.num_freed and self._pool.ref_count(blocks.ids[index - 1]) == 1:
                 index -= 1
-            seen = blocks.num_freed * size + group.window - 1 if blocks.num_freed else 0
-            least = max(least, index * size, seen)
+            least = max(least, index * size)
+            if group.window:
+                least = max(least, len(token_ids) - REPEATED_TOKENS)
+            if blocks.num_freed:
+                least = max(least, blocks.num_freed * size + group.window - 1)
         return self.states.rewind(table, token_ids, least)
 
     def make_writable(self, table: BlockTable, position: int) -> list[tuple[int, int]] | None:

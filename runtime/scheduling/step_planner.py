@@ -377,7 +377,7 @@ class StepPlanner:
                 num_logits,
                 num_prompt_logits,
                 is_pooled,
-                sequence.is_held and limit == 1,
+                sequence.is_held and start + 1 == end == sequence.num_prefill_tokens,
                 new_blocks.window_block_ids,
                 state_slots,
             )

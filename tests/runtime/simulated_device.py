@@ -3,7 +3,8 @@
 The model has two layers. A token's first-layer entry is (token, position, salt). Its second-layer
 entry is a digest of the row's first-layer entries up to its position, read through the block table.
 Its output is a digest of the second-layer entries, read the same way. A layer with a window reads
-the last entries only. As in the real op, a layer writes all entries of a step before any row reads.
+the last entries only. With slots for states there is a third layer, which is recurrent
+(simulated_states.py). As in the real op, a layer writes all entries of a step before any row reads.
 The tests look for a table that shares the wrong block, a block that is reused too early, a position
 that is computed twice or never, and a block that is shared between salts. Each of these mistakes
 changes a digest, and with it a token.
@@ -28,6 +29,7 @@ from ostinato.runtime.types.step import (
     StepResult,
 )
 from tests.runtime.simulated_memory import Digests, Entry, SimulatedMemory, mix
+from tests.runtime.simulated_states import SimulatedStates
 
 VOCAB_SIZE = 7
 EOS = 0
@@ -131,6 +133,10 @@ class Row:
     held_at: int | None = None  # the position that gave no token and is to be computed again
     num_holds: int = 0  # consecutive steps without a token
 
+    def input_of(self, entry: ScheduledSequence) -> list[int]:
+        """The tokens that an entry of this row computes."""
+        return entry.token_ids or [-1 if self.last_token is None else self.last_token]
+
 
 class SimulatedDevice:
     """Executes steps in the order in which they come, like one stream of a real device.
@@ -147,7 +153,9 @@ class SimulatedDevice:
         block_size: int,
         hold_seed: int | None = None,
         groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+        num_states: int = 0,
     ) -> None:
+        self.states = SimulatedStates(num_states) if num_states else None
         self._holds = None if hold_seed is None else random.Random(hold_seed)
         self.total_blocks = total_blocks
         self.block_size = block_size
@@ -170,11 +178,17 @@ class SimulatedDevice:
                 prompt_token_ids=request.prompt_token_ids,
                 num_candidates=(num_candidates(request) if request.sampling.use_beam_search else 0),
             )
+            if self.states is not None:
+                tokens = [*request.prompt_token_ids, *admitted.output_token_ids]
+                self.states.admit(admitted.row, salt_number(request), tokens)
         self.memory.copy(output.block_copies)
         for entry in output.scheduled:
             self._accept(entry)
         num_written = len(self.written_slots(output))
         assert num_written == output.num_tokens, "two rows write to one slot"
+        if self.states is not None:
+            rows = [(entry, self.rows[entry.row]) for entry in output.scheduled]
+            self.states.run([(e, row.input_of(e), row.held_at is not None) for e, row in rows])
         for entry in output.scheduled:
             self._write_first(entry)
         digests = {entry.row: self._attend_first(entry) for entry in output.scheduled}
@@ -260,6 +274,9 @@ class SimulatedDevice:
             assert entry.start == row.held_at, "the repeated position has given a token"
             assert len(entry.token_ids) == entry.num_new_tokens == 1
             row.held_at = None
+        elif row.held_at is not None and entry.token_ids and self.states is not None:
+            assert entry.start < row.held_at, "states go back to a checkpoint"
+            row.held_at = None
         else:
             assert entry.start == row.num_computed_tokens, "a position is skipped or repeated"
         assert entry.num_new_tokens >= 1
@@ -274,8 +291,7 @@ class SimulatedDevice:
 
     def _write_first(self, entry: ScheduledSequence) -> None:
         row = self.rows[entry.row]
-        token_ids = entry.token_ids or [-1 if row.last_token is None else row.last_token]
-        for position, token in enumerate(token_ids, entry.start):
+        for position, token in enumerate(row.input_of(entry), entry.start):
             self.memory.write(row.tables, 0, position, (token, position, row.salt))
 
     def _attend_first(self, entry: ScheduledSequence) -> list[int]:

@@ -55,6 +55,7 @@ class SimulatedEngine:
         num_lanes: int = 1,
         image_tokens: int = 0,
         groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+        num_states: int = 0,
     ) -> None:
         """With `costs`, `_check_target` compares steps that have decodes with `target_s`.
 
@@ -80,6 +81,7 @@ class SimulatedEngine:
             tiers=tiers,
             groups=groups,
             step_tokens=max_num_batched_tokens,
+            num_states=num_states,
         )
         self.costs, self.target_s = costs, target_s
         bound = None if costs is None else ItlBound(costs, target_s, least_chunk=block_size)
@@ -97,7 +99,7 @@ class SimulatedEngine:
             max_in_flight=self.max_in_flight,
             has_lanes=num_lanes > 1,
         )
-        self.device = SimulatedDevice(total_blocks, block_size, hold_seed, groups)
+        self.device = SimulatedDevice(total_blocks, block_size, hold_seed, groups, num_states)
         self._windows = self.device.memory.windows
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -204,6 +206,8 @@ class SimulatedEngine:
         last_step = self.num_steps + 4 * sum(lengths) + 10 + 2 * len(lengths)
         if self._has_holds:
             last_step *= 4  # each token may wait for two steps, with one in flight after each
+            if self.device.states is not None:  # and tokens before it are computed again
+                last_step *= 2 * self.cache.block_size + 2
         last_step *= self._num_lanes
         while self.scheduler.has_work:
             assert self.num_steps <= last_step, f"{list(self.scheduler.requests())} starve"

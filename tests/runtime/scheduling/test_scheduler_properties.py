@@ -51,14 +51,19 @@ def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
 def engines(draw: st.DrawFn) -> SimulatedEngine:
     block_size = draw(st.sampled_from([1, 2, 4]))
     max_num_seqs = draw(st.integers(1, 6))
-    accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
+    # With recurrent layers there are neither drafts nor tiers. One usable slot is the least.
+    slots = [0, 0, 2, 3, max_num_seqs + 2, 2 * max_num_seqs + 1, 40]
+    num_states = draw(st.sampled_from(slots))
+    accuracy = None if num_states else draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     # These tests do not combine drafts with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
     image_tokens = draw(st.sampled_from([0, 0, IMAGE_TOKENS]))
     groups = draw(kv_groups())
     step_tokens = max_num_seqs + image_tokens + draw(st.integers(0, 24))
     least_blocks = sequence_blocks(groups, block_size, MAX_MODEL_LEN, step_tokens) + 1
-    sizes = [(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)] if groups == WHOLE_CACHE else [(0, 0)]
+    sizes = [(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)]
+    if groups != WHOLE_CACHE or num_states:
+        sizes = [(0, 0)]
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
@@ -86,6 +91,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         ),
         num_lanes=num_lanes,
         hold_seed=draw(st.sampled_from([None, None, 1, 2, 3])),
+        num_states=num_states,
     )
 
 
@@ -189,6 +195,7 @@ def run_workload(
     tiers: TierIndex | None = None,
     hold_seed: int | None = None,
     num_lanes: int = 1,
+    num_states: int = 0,
 ) -> SimulatedEngine:
     """Forty requests of mixed lengths that share beginnings, arriving over time."""
     generator = random.Random(11)
@@ -206,6 +213,7 @@ def run_workload(
         tiers=tiers,
         hold_seed=hold_seed,
         num_lanes=num_lanes,
+        num_states=num_states,
     )
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
     for index in range(40):
