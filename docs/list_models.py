@@ -52,6 +52,18 @@ _OF_IDEFICS = (
     Refused("vision_config.num_channels", 1, _THREE_COLOURS),
     Refused("text_config.model_type", "mistral", "only Llama is implemented as the decoder"),
 )
+_OF_GATED_DELTA = (
+    Refused("hidden_act", "gelu", "the convolution before the delta rule has SiLU too"),
+    Refused("attn_output_gate", False, _NO_MODEL),
+    Refused("mamba_ssm_dtype", "bfloat16", "states are kept in float32"),
+)
+_OF_QWEN3_5 = (
+    *_OF_GATED_DELTA,
+    Refused("rope_parameters.mrope_interleaved", False, "the axes of positions alternate"),
+)
+_OF_NESTED_GATED_DELTA = tuple(
+    one._replace(key=f"text_config.{one.key}") for one in _OF_GATED_DELTA
+)
 _OF_LFM2 = (
     Refused("block_use_swiglu", False, _NO_MODEL),
     Refused("use_pos_enc", False, _NO_MODEL),
@@ -115,6 +127,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("text_config.model_type", "gemma", _LLAMA_OR_QWEN),
     ),
     "Lfm2ForCausalLM": _OF_LFM2,
+    "Lfm2MoeForCausalLM": _OF_LFM2,
     "LlavaForConditionalGeneration": (
         Refused("vision_config.model_type", "dinov2", "CLIP, SigLIP and Pixtral are implemented"),
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),
@@ -151,6 +164,14 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "Qwen2VLForConditionalGeneration": (Refused("vision_config.in_channels", 1, _THREE_COLOURS),),
     "Qwen2_5_VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),
+    ),
+    "Qwen3NextForCausalLM": _OF_GATED_DELTA,
+    "Qwen3_5ForCausalLM": _OF_QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _OF_NESTED_GATED_DELTA,
+    "Qwen3_5MoeForCausalLM": (*_OF_QWEN3_5, Refused("norm_topk_prob", False, _NO_MODEL)),
+    "Qwen3_5MoeForConditionalGeneration": (
+        *_OF_NESTED_GATED_DELTA,
+        Refused("text_config.norm_topk_prob", False, _NO_MODEL),
     ),
     "Qwen3VLForConditionalGeneration": (
         Refused("vision_config.in_channels", 1, _THREE_COLOURS),

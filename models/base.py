@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,9 @@ __all__ = (
     "FewRows",
     "LanguageModel",
 )
+
+
+_ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,10 +50,17 @@ class CheckpointLayout:
     # models/checkpoints/row_orders.py)
     row_orders: tuple[tuple[str, Tensor], ...] = ()
     stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
+    can_be_apart: bool = False  # other checkpoints store the experts of `stacked` one by one
     # Ends of the names of tensors that a checkpoint need not have. Missing ones are zero.
     zeros: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # regular expressions for names of tensors that are not used
     tower: tuple[str, ...] = ()  # likewise, if the model is built without its tower
+
+    def of_checkpoint(self, names: Iterable[str]) -> CheckpointLayout:
+        """The layout of a checkpoint that has tensors or modules of these names."""
+        if self.can_be_apart and any(_ONE_EXPERT.search(name) for name in names):
+            return replace(self, stacked=())
+        return self
 
     def without(self, *patterns: str) -> CheckpointLayout:
         """The same layout, with further tensors that are not used."""

@@ -64,6 +64,7 @@ ARCHITECTURES = {
         "ostinato.models.families.internvl:InternVLForConditionalGeneration"
     ),
     "Lfm2ForCausalLM": "ostinato.models.families.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "ostinato.models.families.lfm2_moe:Lfm2MoeForCausalLM",
     "Llama4ForCausalLM": "ostinato.models.families.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "LlavaForConditionalGeneration": "ostinato.models.families.llava:LlavaForConditionalGeneration",
@@ -91,8 +92,17 @@ ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": (
         "ostinato.models.families.qwen2_vl:Qwen2VLForConditionalGeneration"
     ),
+    "Qwen3_5ForCausalLM": "ostinato.models.families.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": (
+        "ostinato.models.families.qwen3_5:Qwen3_5ForConditionalGeneration"
+    ),
+    "Qwen3_5MoeForCausalLM": "ostinato.models.families.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": (
+        "ostinato.models.families.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
+    ),
     "Qwen3ForCausalLM": "ostinato.models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "ostinato.models.families.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "ostinato.models.families.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration": (
         "ostinato.models.families.qwen3_vl:Qwen3VLForConditionalGeneration"
     ),
@@ -267,9 +277,9 @@ def build_model(  # noqa: PLR0913 - what a model is built for
         cross=cross,
     )
     model = class_of(config)(config, options)
-    layout = model.checkpoint_layout
-    model.checkpoint_layout = replace(layout, ignored=layout.ignored + weights.ignored)
     stored = _quantised_modules(weights)
+    layout = model.checkpoint_layout.of_checkpoint(stored)
+    model.checkpoint_layout = replace(layout, ignored=layout.ignored + weights.ignored)
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
             names = stored_modules(name, module, model.checkpoint_layout, modules=stored)

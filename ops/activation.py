@@ -1,7 +1,7 @@
 """Activation functions by the names that model configurations use.
 
-On a CPU they run as the op `ostinato::activation`, on other devices as plain torch (see
-ops/norm.py).
+On a CPU they run as the ops `ostinato::activation` and `ostinato::sigmoid_gate`, on other devices
+as plain torch (see ops/norm.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ostinato.ops.register import by_device, register_op
 
-__all__ = ("ACTIVATIONS", "CLAMPED_GATE", "activate")
+__all__ = ("ACTIVATIONS", "CLAMPED_GATE", "activate", "sigmoid_gate")
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -78,4 +78,31 @@ _activation = by_device(
         "activation", {"CompositeExplicitAutograd": _plain_activation}, fake=_activation_fake
     ),
     _plain_activation,
+)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`.
+
+    Args:
+        x: [T, I]; last dimension contiguous.
+        gate: [T, I] in x's dtype; last dimension contiguous.
+
+    Returns:
+        [T, I] contiguous, in x's dtype, computed in float32 on CPUs.
+    """
+    return _sigmoid_gate(x, gate)
+
+
+def _plain_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def _gate_fake(x: Tensor, gate: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_sigmoid_gate = by_device(
+    register_op("sigmoid_gate", {"CompositeExplicitAutograd": _plain_gate}, fake=_gate_fake),
+    _plain_gate,
 )

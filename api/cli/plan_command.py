@@ -176,7 +176,7 @@ def _print(
     blocks = f"{memory.num_blocks} blocks, one is the null block"
     if len(memory.groups) == 1:
         blocks = blocks.replace(",", f" of {memory.block_size} tokens,")
-    slots = f"{memory.num_states} slots of recurrent layers, one is no sequence's"
+    slots = f"{memory.num_states} slots, for recurrent layers"
     rows = [
         ("weights", memory.weights_bytes, "all parameters, in the form that the device holds"),
         ("activations", memory.activation_bytes, "estimated peak of the largest step"),

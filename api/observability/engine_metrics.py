@@ -191,6 +191,7 @@ def _labelled(engines: Sequence[EngineFigures]) -> Iterable[Metric]:
 def _gauges(engine: EngineFigures) -> Iterator[Metric]:
     stats = engine.stats
     used = stats.num_blocks - stats.num_free_blocks
+    used_slots = stats.num_state_slots - stats.num_free_state_slots
     gauges = {
         "requests_running": ("Sequences in the running batch.", stats.num_running),
         "requests_waiting": (
@@ -210,6 +211,14 @@ def _gauges(engine: EngineFigures) -> Iterator[Metric]:
             used / stats.num_blocks if stats.num_blocks else 0.0,
         ),
         "kv_cache_blocks": ("Usable KV blocks.", stats.num_blocks),
+        "state_slots_usage_ratio": (
+            "Share of slots for states of recurrent layers in use, 0 to 1.",
+            used_slots / stats.num_state_slots if stats.num_state_slots else 0.0,
+        ),
+        "state_slots": (
+            "Usable slots for states of recurrent layers; 0 = no layer is recurrent.",
+            stats.num_state_slots,
+        ),
         "max_num_seqs": ("Sequences that may run at once.", stats.max_num_seqs),
         "max_num_batched_tokens": (
             "Tokens that one step may compute.",

@@ -57,6 +57,7 @@ class EngineSpec:
             enable_prefix_caching=self.prefix_caching,
             groups=self.groups,
             step_tokens=self.upper.max_num_batched_tokens,
+            num_states=self.num_states,
         )
 
     def bound(self) -> ItlBound | None:

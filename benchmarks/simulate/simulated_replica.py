@@ -53,7 +53,8 @@ class Replica:
         spec: the engine.
         results: gets the results; may be shared between replicas.
         fast_forward: simulate several equal decode steps at once. It has no effect if the times of
-            steps are drawn at random, with drafts, or with several stages.
+            steps are drawn at random, with drafts, with several stages, or with states of recurrent
+            layers.
         on_end: called with a request's key and the time at which its client has the last token.
     """
 
@@ -74,7 +75,7 @@ class Replica:
         drafts = spec.drafts
         self._fast_forwards = (
             fast_forward and self._clock.is_exact and drafts is None and spec.num_stages == 1
-        )
+        ) and not spec.num_states
         self._proposer = None if drafts is None else drafts.proposer()
         self._cache = spec.cache()
         self._scheduler = FastForwardScheduler(

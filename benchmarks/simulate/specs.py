@@ -27,7 +27,7 @@ from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.registry import build_model
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.costs.cost_table import CostTable
-from ostinato.runtime.costs.step_limits import upper_limits
+from ostinato.runtime.costs.step_limits import seqs_with_states, upper_limits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.plan.device import resolve_device
@@ -84,16 +84,20 @@ def measured_spec(config: RunConfig) -> EngineSpec:
         assert costs is not None, "step costs are measured unless that is switched off"
         device, source = resolve_device(config.device.name), open_model(config)
         config = dataclasses.replace(config, speculation=source.speculation)
+        num_states = stats.num_state_slots + 1 if stats.num_state_slots else 0
+        upper = upper_limits(
+            config.scheduler,
+            is_cpu=device.type == "cpu",
+            max_drafts=config.speculation.max_drafts,
+        )
+        most = seqs_with_states(upper.max_num_seqs, num_states)
         return EngineSpec(
             scheduler=config.scheduler,
-            upper=upper_limits(
-                config.scheduler,
-                is_cpu=device.type == "cpu",
-                max_drafts=config.speculation.max_drafts,
-            ),
+            upper=upper._replace(max_num_seqs=most),
             num_blocks=stats.num_blocks + 1,
             block_size=config.cache.block_size,
             groups=source.kv_groups,
+            num_states=num_states,
             max_model_len=engine.model.max_model_len,
             costs=costs,
             prefix_caching=config.cache.enable_prefix_caching,

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.recurrent_spec import DeltaSpec
 
 __all__ = (
+    "gated_delta_orders",
+    "gated_queries",
+    "grouped_parts",
     "interleaved_queries_and_keys",
     "interleaved_rope",
     "per_group_qkv",
-    "per_head_pairs",
     "per_head_qkv",
     "rotated_last",
 )
@@ -81,7 +84,26 @@ def rotated_last(
     return (torch.arange(num_heads)[:, None] * head_dim + head).view(-1)
 
 
-def per_head_pairs(num_heads: int, first: int, second: int) -> Tensor:
-    """Stored as [heads, (first, second) rows]: keys and values of DeepSeek."""
-    rows = torch.arange(num_heads * (first + second)).view(num_heads, first + second)
-    return torch.cat([rows[:, :first].reshape(-1), rows[:, first:].reshape(-1)])
+def grouped_parts(num_groups: int, *sizes: int) -> Tensor:
+    """Stored as [groups, parts of these rows]; our matrix has each part by itself."""
+    rows = torch.arange(num_groups * sum(sizes)).view(num_groups, sum(sizes))
+    return torch.cat([part.reshape(-1) for part in rows.split(sizes, 1)])
+
+
+def gated_queries(num_heads: int, head_dim: int) -> Tensor:
+    """Stored as [heads, (query, gate), head_dim]; our matrix has the gates of all heads first."""
+    queries, gates = grouped_parts(num_heads, head_dim, head_dim).chunk(2)
+    return torch.cat([gates, queries])
+
+
+def gated_delta_orders(spec: DeltaSpec) -> tuple[tuple[str, Tensor], ...]:
+    """`CheckpointLayout.row_orders` for the projections of a gated delta net in Qwen3-Next.
+
+    They are stored by heads of keys: for each of them its queries, keys, values and gates.
+    """
+    count = spec.num_v_heads // spec.num_k_heads  # heads of values that share a head of keys
+    keys, values = spec.k_dim, count * spec.v_dim
+    return (
+        ("mixer.in_proj", grouped_parts(spec.num_k_heads, keys, keys, values, values)),
+        ("mixer.gates", grouped_parts(spec.num_k_heads, count, count)),
+    )

@@ -26,6 +26,7 @@ from ostinato.conf.errors import first_line
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.cache_scales import CacheScales
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.safetensors_file import SafetensorsFile
 from ostinato.models.checkpoints.slots import (
     MatrixSlot,
@@ -82,6 +83,9 @@ def load_weights(
             dtype, shape or value.
         NativeBuildError: the kernels of a weight method cannot be built on this machine.
     """
+    if model.checkpoint_layout.can_be_apart:
+        headers = read_headers(checkpoint)
+        model.checkpoint_layout = model.checkpoint_layout.of_checkpoint(headers)
     layout = model.checkpoint_layout
     if checkpoint.gguf is not None:
         layout = model.gguf_layout or layout

@@ -45,6 +45,9 @@ class BlockSpec:
     qkv_bias: bool = False
     out_bias: bool = False  # the attention's output projection has a bias
     qk_norm: QKNorm = QKNorm.none
+    # the result of each head is multiplied by the sigmoid of gates, which are projected with the
+    # queries (arXiv:2505.06708)
+    has_output_gate: bool = False
     # each head's softmax has one more logit, which is learned (arXiv:2309.17453)
     has_sinks: bool = False
     is_gated: bool = True  # the MLP is a gated linear unit (arXiv:2002.05202)

@@ -153,11 +153,15 @@ class ModelConfig:
         return self.rope_kinds[layer] if self.rope_kinds else DEFAULT_ROPE
 
     def qkv_size(self, shard: Shard = WHOLE) -> int:
-        """Values of one token between the projections and the attention, on one rank."""
+        """Values of one token between the projections and the attention, on one rank.
+
+        The gates of the result are included.
+        """
         num_heads = shard.span(self.num_heads, "num_attention_heads").size
         num_kv_heads = shard.kv_heads(self.num_kv_heads).size
         value_dim = self.value_dim or self.head_dim
-        return (num_heads + num_kv_heads) * self.head_dim + num_kv_heads * value_dim
+        num_queries = num_heads * (2 if self.block.has_output_gate else 1)
+        return (num_queries + num_kv_heads) * self.head_dim + num_kv_heads * value_dim
 
     def why_unshardable(self, ranks: int) -> str | None:
         """Why `ranks` tensor-parallel ranks cannot compute the model together, in one line.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ostinato.models.config.block_spec import BlockSpec, QKNorm
+from ostinato.models.config.block_spec import BlockSpec, NormKind, QKNorm
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.recurrent_spec import ShortConvSpec
+from ostinato.models.config.recurrent_spec import DeltaSpec, ShortConvSpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.config_json.hf_fields import (
     read_first,
@@ -16,9 +16,10 @@ from ostinato.models.config_json.hf_fields import (
     refuse_other_values,
 )
 
-__all__ = ("read_lfm2_config", "recurrent_layers")
+__all__ = ("read_gated_delta_config", "read_lfm2_config", "recurrent_layers")
 
-_ATTENTION, _CONVOLUTION = "full_attention", "conv"
+_ATTENTION, _CONVOLUTION, _DELTA = "full_attention", "conv", "linear_attention"
+_GATED_DELTA_KEYS = DecoderKeys(rotary_fraction=0.25)
 _LFM2_KEYS = DecoderKeys(norm_eps="norm_eps", default_norm_eps=1e-5, rope_theta=1_000_000.0)
 
 
@@ -42,18 +43,66 @@ def recurrent_layers(kinds: Sequence[str], recurrent: str, num_layers: int) -> t
     return tuple(kind == recurrent for kind in kinds)
 
 
-def read_lfm2_config(
-    hf_config: HFConfig,
-    generation_config: HFConfig | None,
-    *,
-    adjusts_mlp: bool = True,
-) -> ModelConfig:
-    """The configuration of an LFM2 (arXiv:2511.23404), without its experts.
+def read_gated_delta_config(hf_config: HFConfig, generation_config: HFConfig | None) -> ModelConfig:
+    """The configuration of a model with gated delta nets and gated attention, but not its experts.
+
+    These are Qwen3-Next and Qwen3.5. The norms of their blocks are stored as scale minus 1.
 
     Args:
         hf_config: the parsed config.json.
         generation_config: the parsed generation_config.json.
-        adjusts_mlp: whether the intermediate size of an MLP can differ from the stated one.
+
+    Raises:
+        ValueError: as `read_decoder_config`; or the kind of a layer is missing or not supported, or
+            the numbers of heads do not fit each other.
+    """
+    # The convolution of queries, keys and values ends with this function too. The models of
+    # transformers do not read the other two keys.
+    must_be = {"hidden_act": "silu", "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    refuse_other_values(hf_config, must_be)
+    config = read_decoder_config(hf_config, generation_config, _GATED_DELTA_KEYS)
+    kinds = hf_config.get("layer_types")
+    if kinds is None:
+        interval = read_integer(hf_config, "full_attention_interval", default=4)
+        kinds = [
+            _DELTA if (layer + 1) % interval else _ATTENTION for layer in range(config.num_layers)
+        ]
+    recurrent = DeltaSpec(
+        layers=recurrent_layers(kinds, _DELTA, config.num_layers),
+        num_k_heads=read_integer(hf_config, "linear_num_key_heads", default=16),
+        num_v_heads=read_integer(hf_config, "linear_num_value_heads", default=32),
+        k_dim=read_integer(hf_config, "linear_key_head_dim", default=128),
+        v_dim=read_integer(hf_config, "linear_value_head_dim", default=128),
+        conv_width=read_integer(hf_config, "linear_conv_kernel_dim", default=4),
+    )
+    if recurrent.num_v_heads % recurrent.num_k_heads:
+        raise ValueError(
+            f"config.json: linear_num_value_heads={recurrent.num_v_heads} is not a multiple of "
+            f"linear_num_key_heads={recurrent.num_k_heads}"
+        )
+    block = BlockSpec(
+        norm=NormKind.rms_plus_one,
+        qk_norm=QKNorm.head,
+        qkv_bias=config.block.qkv_bias,
+        out_bias=config.block.out_bias,
+        has_output_gate=True,
+    )
+    return replace(config, block=block, recurrent=recurrent if any(recurrent.layers) else None)
+
+
+def read_lfm2_config(
+    hf_config: HFConfig,
+    generation_config: HFConfig | None,
+    *,
+    has_experts: bool = False,
+) -> ModelConfig:
+    """The configuration of an LFM2 (arXiv:2511.23404), but not its experts.
+
+    Args:
+        hf_config: the parsed config.json.
+        generation_config: the parsed generation_config.json.
+        has_experts: whether the model has experts. Then the MLPs of the other layers have the
+            stated intermediate size, and the config must state the kind of each layer.
 
     Raises:
         ValueError: as `read_decoder_config`; or the kind of a layer is missing or not supported.
@@ -73,10 +122,11 @@ def read_lfm2_config(
     must_be = {"block_dim": size, "conv_dim": size, "conv_dim_out": size, "num_heads": heads}
     must_be |= {"block_norm_eps": config.norm_eps, "block_use_swiglu": True, "use_pos_enc": True}
     refuse_other_values(hf_config, must_be)
+    kinds = hf_config.get("layer_types")
+    if kinds is None:
+        kinds = () if has_experts else _kinds_by_index(hf_config, config.num_layers)
     recurrent = ShortConvSpec(
-        layers=recurrent_layers(
-            _lfm2_kinds(hf_config, config.num_layers), _CONVOLUTION, config.num_layers
-        ),
+        layers=recurrent_layers(kinds, _CONVOLUTION, config.num_layers),
         channels=size,
         conv_width=read_integer(hf_config, "conv_L_cache", default=3),
         has_bias=bool(hf_config.get("conv_bias", False)),
@@ -84,17 +134,14 @@ def read_lfm2_config(
     inner = config.intermediate_size
     return replace(
         config,
-        intermediate_size=_adjusted_size(hf_config, inner) if adjusts_mlp else inner,
+        intermediate_size=inner if has_experts else _adjusted_size(hf_config, inner),
         block=BlockSpec(qk_norm=QKNorm.head),
         recurrent=recurrent if any(recurrent.layers) else None,
     )
 
 
-def _lfm2_kinds(hf_config: HFConfig, num_layers: int) -> Sequence[str]:
-    """`layer_types`, or the layers of `full_attn_idxs`, or attention in all layers."""
-    kinds = hf_config.get("layer_types")
-    if kinds is not None:
-        return kinds
+def _kinds_by_index(hf_config: HFConfig, num_layers: int) -> Sequence[str]:
+    """`layer_types` of a config that may list the layers with attention. If not, all have it."""
     attending = hf_config.get("full_attn_idxs")
     attending = range(num_layers) if attending is None else attending
     return [_ATTENTION if layer in attending else _CONVOLUTION for layer in range(num_layers)]

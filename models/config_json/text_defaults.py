@@ -14,6 +14,8 @@ __all__ = (
     "MISTRAL3_TEXTS",
     "QWEN2_TEXT",
     "QWEN2_VL_TEXT",
+    "QWEN3_5_MOE_TEXT",
+    "QWEN3_5_TEXT",
     "QWEN3_VL_MOE_TEXT",
     "QWEN3_VL_TEXT",
 )
@@ -125,4 +127,24 @@ QWEN3_VL_MOE_TEXT: dict[str, Any] = {
     "moe_intermediate_size": 1408,
     "num_experts": 60,
     "norm_topk_prob": True,
+}
+QWEN3_5_TEXT: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+}
+QWEN3_5_MOE_TEXT: dict[str, Any] = {
+    **QWEN3_5_TEXT,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
 }

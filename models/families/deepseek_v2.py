@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.checkpoints.row_orders import per_head_pairs, rotated_last
+from ostinato.models.checkpoints.row_orders import grouped_parts, rotated_last
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import refuse_other_values
 from ostinato.models.config_json.latent_fields import read_latent_config
@@ -84,6 +84,6 @@ def latent_layout(config: ModelConfig) -> CheckpointLayout:
         row_orders=(
             ("q_b_proj" if spec.query_rank else "q_proj", queries),
             ("kv_a_proj_with_mqa", shared),
-            ("kv_b_proj", per_head_pairs(num_heads, plain, config.value_dim)),
+            ("kv_b_proj", grouped_parts(num_heads, plain, config.value_dim)),
         ),
     )

@@ -4,6 +4,7 @@ Like every layer, it depends only on its parameters, its inputs and its `static_
 layer index and reads no global state. So layers with equal keys share one compiled program.
 
 Shapes: T tokens of a step, D hidden size, Hq query heads, Hkv key and value heads, d head size.
+The projection has (Hq + 2 Hkv) d values of a token; with gates of the result Hq d more before them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers.linear_layers import BuildOptions, Linear, MergedLinear
 from ostinato.models.layers.norm_layers import RMSNorm, build_rms_norm, norm_all_heads
 from ostinato.models.step_tensors import TEMPERATURE, StepInputs
+from ostinato.ops.activation import sigmoid_gate
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.fused.rotary_attention import rotary_attention, takes_projection
 from ostinato.ops.rope import rotate_heads
@@ -87,9 +89,12 @@ class Attention(nn.Module):
             and takes_projection(self.backend)
         )
         queries, keys = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        # The gates are first, so that queries, keys and values are a slice of the result.
+        gates = (queries,) if spec.has_output_gate else ()
+        self.num_gates = queries.size if spec.has_output_gate else 0
         self.qkv_proj = MergedLinear(
             in_features or config.hidden_size,
-            (queries, keys, keys),
+            (*gates, queries, keys, keys),
             options,
             bias=spec.qkv_bias,
         )
@@ -133,12 +138,22 @@ class Attention(nn.Module):
         # A layer with only views, row selections and ops of this package runs without Inductor
         # (graphs/compiler/fx_program.py).
         slots = step.tensors.adapter_slots
-        out = self.attend(self.qkv_proj(x, slots), step, k_cache, v_cache)
+        out = self.attend_gated(self.qkv_proj(x, slots), step, k_cache, v_cache)
         if rows is not None:
             out = F.embedding(rows, out)
             residual = None if residual is None else F.embedding(rows, residual)
             slots = None if slots is None else F.embedding(rows, slots)
         return self.o_proj(out, residual, slots)
+
+    def attend_gated(
+        self, projected: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """`attend` with the queries, keys and values of a projection that may also have gates."""
+        if not self.num_gates:
+            return self.attend(projected, step, k_cache, v_cache)
+        sizes = self.num_gates, self.qkv_proj.out_features - self.num_gates
+        gates, qkv = projected.split_with_sizes(sizes, 1)
+        return sigmoid_gate(self.attend(qkv, step, k_cache, v_cache), gates)
 
     def attend(self, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """The QKV projection [T, (Hq + 2 Hkv) d] -> [T, Hq d]; writes K and V into the caches."""
@@ -242,6 +257,7 @@ class Attention(nn.Module):
             self.sinks is not None,
             self.cache_scales is not None,
             self.has_temperature,
+            self.num_gates,
             self.backend,
             self.qkv_proj.static_key,
             self.o_proj.static_key,

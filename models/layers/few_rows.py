@@ -116,6 +116,7 @@ class FewRowsBlock(FewRows):
             not (is_quantized or all(map(_is_plain, matrices)))
             or not self_attn.is_fused
             or self_attn.qkv_clip
+            or self_attn.num_gates
             or not (_has_plain_experts(mlp) if isinstance(mlp, MoE) else _has_kernel(mlp))
         ):
             return None

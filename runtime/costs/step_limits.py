@@ -14,7 +14,14 @@ from typing import NamedTuple
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
 
-__all__ = ("DecidedLimits", "StepLimits", "decide_limits", "redundant_sizes", "upper_limits")
+__all__ = (
+    "DecidedLimits",
+    "StepLimits",
+    "decide_limits",
+    "redundant_sizes",
+    "seqs_with_states",
+    "upper_limits",
+)
 
 # Upper bounds of limits that are not set. Batches that speed up a GPU can slow down a CPU.
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
@@ -56,6 +63,16 @@ class StepLimits(NamedTuple):
         if self.max_step_drafts is not None:
             rows = min(rows, self.max_num_seqs + self.max_step_drafts)
         return max(rows, self.max_num_seqs)
+
+
+def seqs_with_states(most: int, num_states: int) -> int:
+    """Sequences that run at once, so that each has a slot for its states and one is left.
+
+    Args:
+        most: the limit without states.
+        num_states: slots for states, slot 0 included; 0 = no layer is recurrent.
+    """
+    return min(most, max(1, num_states - 2)) if num_states else most
 
 
 class DecidedLimits(NamedTuple):

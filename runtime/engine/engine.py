@@ -377,7 +377,7 @@ class Engine:
         if self.cost_table is not None:
             load = scheduler.load()
             step_seconds = self.cost_table.decode_seconds(max(1, load.num_decodes), load.context)
-        tiers = cache.tiers
+        tiers, states = cache.tiers, cache.states
         mean_prompt_tokens = counters.mean_prompt_tokens(self.model.max_model_len)
         return EngineStats(
             num_running=scheduler.num_running,
@@ -386,6 +386,8 @@ class Engine:
             # Without a KV cache the scheduler counts blocks too, but these blocks hold nothing.
             num_blocks=cache.num_blocks if self.model.has_kv_cache else 0,
             num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
+            num_state_slots=0 if states is None else states.num_slots,
+            num_free_state_slots=0 if states is None else states.num_free,
             num_steps=counters.num_steps,
             steps_by_kind=executor.steps_by_kind,
             layers_by_program=executor.layers_by_program,

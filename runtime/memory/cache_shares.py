@@ -103,6 +103,10 @@ class StateChoice:
     def wanted_bytes(self) -> int:
         return self.wanted * self.slot_bytes
 
+    def can_free(self, num_bytes: int) -> bool:
+        """Whether fewer sequences or slots would free so much of `least_bytes`."""
+        return self.least_bytes - (1 + _SPARE) * self.slot_bytes >= num_bytes
+
     def choose(
         self,
         cache_bytes: int,
@@ -153,7 +157,8 @@ class StateChoice:
         more = "raise cache.memory_gib or cache.state_slots for more"
         if slots <= seqs:
             return f"{text}, so at most {max(1, slots - 1)} sequences run at once; {more}"
-        return f"{text} for {seqs} sequences and {slots - seqs} checkpoints; {more}"
+        checkpoints = "a checkpoint" if slots == seqs + 1 else f"{slots - seqs} checkpoints"
+        return f"{text} for {seqs} sequences and {checkpoints}; {more}"
 
 
 def cache_bytes_of(

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from ostinato.conf.schema import DeviceConfig
 from ostinato.conf.sections.cache_schema import CacheConfig
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, longest_sequence, sequence_blocks
-from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.costs.step_limits import StepLimits, seqs_with_states
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import FreeMemory, free_host_memory
 from ostinato.runtime.memory.cache_shares import StateChoice, cache_bytes_of
@@ -84,12 +84,8 @@ class MemoryPlan:
         return self.num_states * self.bytes_per_state
 
     def running_seqs(self, most: int) -> int:
-        """Sequences that run at once, so that each has a slot for its states and one is left.
-
-        Args:
-            most: the limit without states.
-        """
-        return min(most, max(1, self.num_states - 2)) if self.num_states else most
+        """Sequences that run at once, at most `most`; see `seqs_with_states`."""
+        return seqs_with_states(most, self.num_states)
 
     @property
     def num_tokens(self) -> int:
@@ -345,8 +341,9 @@ def _room(plan: MemoryPlan, model: ModelFootprint, states: StateChoice) -> int:
         kept = ""
         if states.least_bytes:
             kept = f"states for {states.least - 1} slots {size_text(states.least_bytes)}, "
-            fewer = "scheduler.max_num_seqs" if states.slots is None else "cache.state_slots"
-            remedies.insert(0, f"lower {fewer}")
+            if states.can_free(least - room):
+                fewer = "scheduler.max_num_seqs" if states.slots is None else "cache.state_slots"
+                remedies.insert(0, f"lower {fewer}")
         tiers = f"buffers of KV tiers {size_text(plan.tier_bytes)}, " if plan.tier_bytes else ""
         raise StartupError(
             f"not enough memory: {size_text(plan.budget_bytes)} planned of "

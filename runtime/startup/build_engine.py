@@ -306,6 +306,7 @@ def _make_scheduler(
         tiers=_make_tier_index(plan, costs) if config.cache.has_tiers else None,
         groups=plan.source.kv_groups,
         step_tokens=plan.source.limits.max_num_batched_tokens,
+        num_states=plan.memory.num_states,
     )
     scheduler = make_scheduler(
         config.scheduler,

@@ -105,8 +105,7 @@ def build_rank(
             with phase("measure"):
                 plan = _with_measured_memory(plan, model, buffers, planner, token_sampler)
             plan = _with_fewest_blocks(plan, peers.meet)
-        num_blocks, num_states = plan.memory.num_blocks, plan.memory.num_states
-        kv_cache = plan.kv_cache_spec.allocate(num_blocks, source.device, num_states)
+        kv_cache = plan.allocate_cache()
         pages = map_ahead(kv_cache, plan.kv_cache_spec)
         if pages is not None:
             undo.callback(pages.close)
@@ -182,7 +181,7 @@ def _with_measured_memory(
 def _with_fewest_blocks(plan: EnginePlan, meet: Meet) -> EnginePlan:
     """The plan with the KV cache that every rank has room for after measuring its GPU."""
     memory = plan.memory
-    rows = meet("memory", memory.shares)
+    rows = meet("memory", list(memory.shares))
     return dataclasses.replace(plan, memory=memory.limited(*map(min, zip(*rows, strict=True))))
 
 

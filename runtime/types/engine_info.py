@@ -156,6 +156,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_inputs_encoded: int = 0  # images and windows of audio that were encoded
     num_encoding_hits: int = 0  # images and audio of requests that were encoded before
     encode_seconds: float = 0.0  # time for encoding, between steps
+    num_state_slots: int = 0  # usable slots for states of recurrent layers; 0 = there are none
+    num_free_state_slots: int = 0  # slots of checkpoints that no sequence reads count as free
 
     @property
     def device_seconds(self) -> float:
@@ -201,7 +203,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 # Figures that describe the present. All other figures are counters, which only grow.
 _GAUGES = (
     *("num_running", "num_waiting", "num_waiting_for_grammar", "num_waiting_for_encodings"),
-    *("num_blocks", "num_free_blocks"),
+    *("num_blocks", "num_free_blocks", "num_state_slots", "num_free_state_slots"),
     *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
     *("predicted_step_seconds", "predicted_ttft_seconds"),
 )

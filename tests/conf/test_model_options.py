@@ -35,6 +35,7 @@ KNOWN = {
     "granite-3b-a800m": (3_298_793_472, 131_072),
     "granite-8b": (8_170_864_640, 131_072),
     "internvl3-8b": (7_944_373_760, 32_768),
+    "lfm2-1.2b": (1_170_340_608, 128_000),
     "llama-1b": (1_235_814_400, 131_072),
     "llama-3b": (3_212_749_824, 131_072),
     "llama-45m": (56_369_664, 4_096),
@@ -73,6 +74,8 @@ KNOWN = {
     "qwen3-32b": (32_762_123_264, 40_960),
     "qwen3-4b": (4_022_468_096, 40_960),
     "qwen3-8b": (8_190_735_360, 40_960),
+    "qwen3-next-80b-a3b": (79_674_391_296, 262_144),
+    "qwen3.5-4b": (4_205_751_296, 262_144),  # without `UNUSED`
     "qwen3-vl-4b": (4_437_815_808, 262_144),
     "smolvlm-256m": (256_484_928, 8_192),
     "smollm3-3b": (3_075_098_624, 65_536),
@@ -99,8 +102,8 @@ TOWERS = {
     "qwen3-vl-4b": 415_347_712,
 }
 
-# The last layer and the last norm of LLaVA's tower, which are not used.
-UNUSED = {"llava-1.5-7b": 12_598_272}
+# The last layer and the last norm of LLaVA's tower, and the tower of Qwen3.5, which are not used.
+UNUSED = {"llava-1.5-7b": 12_598_272, "qwen3.5-4b": 333_514_240}
 
 
 def zero_biases(config: ModelConfig) -> int:
@@ -148,7 +151,9 @@ def test_the_plan_holds_the_weights_and_the_cache(option: str):
     assert size - tower <= plan.weights_bytes <= size + (80 << 20)
     given = source.checkpoint.hf_config
     if "num_key_value_heads" in given and "layer_types" not in given:
-        heads, layers = given["num_key_value_heads"], given["num_hidden_layers"]
+        heads = given["num_key_value_heads"]
+        layers = len(given.get("full_attn_idxs", range(given["num_hidden_layers"])))
+        layers //= given.get("full_attention_interval", 1)
         head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
         values = head_dim
         if "qk_nope_head_dim" in given:

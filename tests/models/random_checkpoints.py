@@ -407,7 +407,7 @@ def reference_model(variant: Variant) -> Any:
             ):  # norms start at 1 and biases at 0: such weights would hide mistakes
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.1
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # starts at 0 as well
+            if name.endswith(("e_score_correction_bias", "expert_bias")):  # starts at 0 as well
                 buffer += torch.randn(buffer.shape, generator=generator) * 0.1
     return model.float().eval()
 

@@ -185,6 +185,9 @@ CASES = [
     ("olmo2", 4),  # the norm over all heads counts every head of keys twice
     ("olmoe", 2),
     ("lfm2", 2),
+    ("lfm2-moe", 2),
+    ("qwen3-next", 2),  # two kinds of projections whose rows are stored by heads
+    ("qwen3-next-mixed", 2),  # with biases of queries and their gates
     ("lfm2-bias", 4),  # biases of convolutions, divided, and of projections, added once
 ]
 
@@ -331,6 +334,7 @@ def test_all_ranks_run_the_programs_of_the_first_one_captured(tmp_path: Path) ->
     [
         ("llama3", 3, "num_attention_heads=4 .* 3 tensor.* set parallel.tensor to 1 or 2 or 4"),
         ("lfm2", 3, "num_attention_heads=4 .* 3 tensor.* set parallel.tensor to 1 or 2 or 4"),
+        ("qwen3-next", 4, "linear_num_key_heads=2 .* 4 tensor.* set parallel.tensor to 1 or 2$"),
         ("qwen2-moe", 8, "num_attention_heads=4 .* 8 .* set parallel.tensor to 1 or 2 or 4"),
     ],
 )

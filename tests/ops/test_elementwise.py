@@ -25,7 +25,7 @@ _KINDS = sorted(set(activation.ACTIVATIONS.values()))
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     assert all(hasattr(module, "__all__") for module in (activation, norm, rope))  # ops are defined
-    names = ("rms_norm", "layer_norm", "rotate_heads", "join_heads", "activation")
+    names = ("rms_norm", "layer_norm", "rotate_heads", "join_heads", "activation", "sigmoid_gate")
     return ops_of("core", request.param, **{name: name for name in names})
 
 
@@ -148,3 +148,15 @@ def test_wrong_arguments_are_named(kernels: SimpleNamespace) -> None:
         kernels.rotate_heads(x.view(2, 1, 8), table, table, None, None, 1, 0.0)
     with pytest.raises(ValueError, match="shared must be"):
         kernels.join_heads(x.view(2, 2, 4), x.view(2, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
+@pytest.mark.parametrize("count", _COUNTS)
+def test_sigmoid_gates(kernels: SimpleNamespace, dtype: torch.dtype, count: int) -> None:
+    x, gate = _random(9, count, dtype=dtype), _random(9, count, dtype=dtype, seed=1) * 9
+    gate[3], gate[4] = torch.inf, -torch.inf
+    result = kernels.sigmoid_gate(x, gate)
+    assert result.dtype == dtype
+    _assert_close(result, x.double() * torch.sigmoid(gate.double()))
+    with pytest.raises(ValueError, match="one shape"):
+        kernels.sigmoid_gate(x, gate[1:])

@@ -14,7 +14,7 @@ OSTINATO_INLINE F32 sigmoid(F32 x) {
   return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
 }
 
-enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai };
+enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai, sigmoid };
 
 constexpr float kGateLimit = 7.0f;  // the limit of swigluoai, for gates and factors
 
@@ -55,6 +55,7 @@ void activate(Activation kind, float* x, int64_t count) {
         const F32 gate = min(x, broadcast(kGateLimit));
         return gate * sigmoid(broadcast(1.702f) * gate);
       });
+    case Activation::sigmoid: return apply(x, count, [](F32 x) { return sigmoid(x); });
   }
 }
 
@@ -125,8 +126,28 @@ void activation(Call& call) {
   call.give(out);
 }
 
+// sigmoid_gate(Tensor x, Tensor gate) -> Tensor
+void sigmoid_gate(Call& call) {
+  const Tensor x = call.tensor(), gate = call.tensor();
+  check_matrix(x);
+  check_matrix(gate);
+  OSTINATO_CHECK(x.dtype == gate.dtype, "x and gate must have one dtype");
+  OSTINATO_CHECK(x.sizes[0] == gate.sizes[0] && x.sizes[1] == gate.sizes[1], "x and gate must have one shape");
+  const int64_t rows = x.sizes[0], count = x.sizes[1];
+  const int64_t sizes[] = {rows, count};
+  const Tensor out = call.empty(sizes, 2, x.dtype);
+  with_element(x.dtype, [&]<class T>(T) {
+    for_each_row(call.threads(), rows, 2 * rows * count * element_bytes(x.dtype), [&](int64_t row) {
+      const T* gates = gate.as<T>() + row * gate.strides[0];
+      activate_row(Activation::sigmoid, gates, x.as<T>() + row * x.strides[0], count, out.as<T>() + row * count);
+    });
+  });
+  call.give(out);
+}
+
 }  // namespace
 
 OSTINATO_KERNEL(activation, activation);
+OSTINATO_KERNEL(sigmoid_gate, sigmoid_gate);
 
 }  // namespace ostinato::activation

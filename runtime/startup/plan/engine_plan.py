@@ -15,7 +15,7 @@ from ostinato.conf.sections.speculation_schema import NO_DRAFTS
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.base import AuxStates
 from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs
-from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.kv_cache import KVCache, KVCacheSpec
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionSpec, backends_of, load_backend, select_backend
@@ -93,6 +93,11 @@ class EnginePlan:
     def kv_cache_spec(self) -> KVCacheSpec:
         """Shapes of the KV cache."""
         return self.source.kv_cache_spec(self.config.cache.block_size)
+
+    def allocate_cache(self) -> KVCache:
+        """The KV cache and the states of this rank, as large as planned."""
+        memory = self.memory
+        return self.kv_cache_spec.allocate(memory.num_blocks, self.source.device, memory.num_states)
 
     @property
     def num_host_places(self) -> int:

@@ -151,6 +151,8 @@ class TestMetrics:
             num_inputs_encoded=6,
             num_encoding_hits=4,
             encode_seconds=0.75,
+            num_state_slots=8,
+            num_free_state_slots=2,
         )
         samples = self.samples(app)
         expected = {
@@ -158,6 +160,8 @@ class TestMetrics:
             "ostinato_requests_waiting": 2,
             "ostinato_kv_cache_usage_ratio": 0.6,
             "ostinato_kv_cache_blocks": 10,
+            "ostinato_state_slots_usage_ratio": 0.75,
+            "ostinato_state_slots": 8,
             "ostinato_engine_up": 1,
             "ostinato_engine_heartbeat_age_seconds": 0,
             "ostinato_prompt_tokens_total": 100,

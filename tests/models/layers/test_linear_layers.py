@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.row_orders import (
+    grouped_parts,
     interleaved_rope,
     per_group_qkv,
-    per_head_pairs,
     per_head_qkv,
     rotated_last,
 )
@@ -206,7 +206,7 @@ def test_rotated_rows_that_are_stored_last_come_first() -> None:
 
 
 def test_pairs_that_are_stored_by_head_become_two_parts() -> None:
-    assert per_head_pairs(2, 1, 2).tolist() == [0, 3, 1, 2, 4, 5]
+    assert grouped_parts(2, 1, 2).tolist() == [0, 3, 1, 2, 4, 5]
 
 
 def test_orders_reach_separate_parts_and_the_norms_beside_them() -> None:

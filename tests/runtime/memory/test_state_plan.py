@@ -127,7 +127,7 @@ def test_fewer_slots_but_one_for_each_sequence_and_one_more():
     least = plan(replace(model, state_bytes=30 * MIB), free=4 * GIB, seqs=64)
     assert least.num_states == 66
     assert states_line(least) == (
-        "states: 65 slots of 30,720.0 KiB for 64 sequences and 1 checkpoints; raise "
+        "states: 65 slots of 30,720.0 KiB for 64 sequences and a checkpoint; raise "
         "cache.memory_gib or cache.state_slots for more"
     )
 
@@ -294,7 +294,7 @@ def test_run_plan_shows_the_states(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "states" in text
-    assert "7 slots of recurrent layers" in text
+    assert "7 slots, for recurrent layers" in text
     assert "one state     1.5 KiB, of one sequence" in text
     assert run([*words, "plan.json=true", "parallel.pipeline=2"]) == 0
     ledger = json.loads(capsys.readouterr().out)
@@ -311,3 +311,11 @@ def test_a_model_without_recurrent_layers_has_no_states():
     assert not any(text.startswith("states") for text in memory.reasons)
     assert memory.running_seqs(8) == 8
     assert dataclasses.replace(memory, num_states=5).running_seqs(8) == 3
+
+
+def test_fewer_sequences_are_no_remedy_for_large_weights():
+    for is_set in (False, True):
+        with pytest.raises(StartupError) as error:
+            plan(free=100 * MIB, is_set=is_set)
+        assert "states for" in str(error.value)
+        assert "lower scheduler.max_num_seqs" not in str(error.value)

@@ -1,0 +1,40 @@
+"""LFM2 with a mixture of experts (Liquid AI 2025), such as LFM2-8B-A1B: sigmoid routing"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hybrid_layers import read_lfm2_config
+from ostinato.models.config_json.moe_fields import read_route
+from ostinato.models.families.lfm2 import Lfm2ForCausalLM
+from ostinato.ops.moe.routing import Scoring
+
+__all__ = ("Lfm2MoeForCausalLM",)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """LFM2 with experts after the first layers. A bias can change which of them are chosen."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        config = read_lfm2_config(hf_config, generation_config, has_experts=True)
+        num_dense = int(hf_config.get("num_dense_layers", 2))
+        moe = MoESpec(
+            # transformers adds 1e-6 to the sum of the weights by which they are divided. That
+            # changes them less than the rounding of bfloat16.
+            route=read_route(
+                hf_config,
+                scoring=Scoring.sigmoid,
+                renormalize=bool(hf_config.get("norm_topk_prob", True)),
+                scale=float(hf_config.get("routed_scaling_factor", 1.0)),
+            ),
+            intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
+            layers=tuple(layer >= num_dense for layer in range(config.num_layers)),
+            has_score_bias=bool(hf_config.get("use_expert_bias", True)),
+        )
+        return replace(config, moe=moe)

@@ -1,0 +1,74 @@
+"""Qwen3.5 for texts (Alibaba 2026): gated delta nets in three of four layers, gated attention"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.checkpoints.row_orders import gated_queries
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.hybrid_layers import read_gated_delta_config
+from ostinato.models.config_json.nested_fields import read_text_config, take_sections
+from ostinato.models.config_json.text_defaults import QWEN3_5_TEXT
+from ostinato.models.decoder import Decoder
+from ostinato.models.families.qwen3_next import QWEN3_NEXT_LAYOUT
+from ostinato.models.layers.linear_layers import BuildOptions
+
+__all__ = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "read_qwen3_5_config")
+
+_SECTIONS = (11, 11, 10)  # pairs of a head for each axis of a position
+_LAYOUT = replace(
+    QWEN3_NEXT_LAYOUT,
+    # Of checkpoints with a vision tower, the tower is not used.
+    prefixes=("model.language_model.", "model.", "language_model.", "model."),
+    renamed=tuple(
+        (ours, theirs)
+        for ours, theirs in QWEN3_NEXT_LAYOUT.renamed
+        if ours not in ("mixer.in_proj.", "mixer.gates.")
+    ),
+    merged=(
+        *QWEN3_NEXT_LAYOUT.merged,
+        ("in_proj", ("in_proj_qkv",) * 3 + ("in_proj_z",)),
+        ("gates", ("in_proj_b", "in_proj_a")),
+    ),
+    ignored=(*QWEN3_NEXT_LAYOUT.ignored, r"(^|\.)visual\."),
+)
+
+
+def read_qwen3_5_config(hf_config: HFConfig, generation_config: HFConfig | None) -> ModelConfig:
+    """The configuration of a decoder of Qwen3.5, but not its experts.
+
+    A token of a text has the same position on all axes. So the sections of M-RoPE have no effect.
+
+    Raises:
+        ValueError: as `read_gated_delta_config` and `take_sections`.
+    """
+    text, _ = take_sections(hf_config, _SECTIONS, is_interleaved=True)
+    return read_gated_delta_config(text, generation_config)
+
+
+class Qwen3_5ForCausalLM(Decoder):
+    """The decoder of Qwen3-Next with an MLP in each block."""
+
+    checkpoint_layout = _LAYOUT
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        return read_qwen3_5_config(hf_config, generation_config)
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        orders = (("q_proj", gated_queries(config.num_heads, config.head_dim)),)
+        self.checkpoint_layout = replace(self.checkpoint_layout, row_orders=orders)
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """The decoder of a model with a vision tower; it takes texts."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        text = read_text_config(hf_config, QWEN3_5_TEXT)
+        return super().read_config(text, generation_config)

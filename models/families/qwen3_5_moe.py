@@ -1,0 +1,61 @@
+"""Qwen3.5 for texts with a mixture of experts (Alibaba 2026), such as Qwen3.5-35B-A3B"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
+from ostinato.models.config_json.moe_fields import every_layer, read_route
+from ostinato.models.config_json.nested_fields import read_text_config
+from ostinato.models.config_json.text_defaults import QWEN3_5_MOE_TEXT
+from ostinato.models.families.qwen3_5 import Qwen3_5ForCausalLM, read_qwen3_5_config
+
+__all__ = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+
+_BASE = Qwen3_5ForCausalLM.checkpoint_layout
+_STACKS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """The decoder of Qwen3-Next with other names in checkpoints."""
+
+    checkpoint_layout = replace(
+        _BASE,
+        renamed=(
+            *_BASE.renamed,
+            *((f"{name}.weight", name) for name in _STACKS),
+        ),
+        stacked=_STACKS,
+        can_be_apart=True,  # Alibaba stacks the experts, and transformers stores them one by one
+    )
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        # The models of transformers always divide the weights of a token's experts by their sum.
+        refuse_other_values(hf_config, {"norm_topk_prob": True})
+        # No block has an MLP of another size.
+        stated = {**hf_config, "intermediate_size": hf_config.get("moe_intermediate_size")}
+        config = read_qwen3_5_config(stated, generation_config)
+        moe = MoESpec(
+            route=read_route(hf_config),
+            intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
+            layers=every_layer(config.num_layers),
+            shared_size=read_integer(hf_config, "shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+        return replace(config, moe=moe)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """The decoder of a model with a vision tower; it takes texts."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        text = read_text_config(hf_config, QWEN3_5_MOE_TEXT)
+        return super().read_config(text, generation_config)
