@@ -186,10 +186,12 @@ class _Recorder:
         return self.input(spec.dtype, sizes)
 
     def resolve(self, path: str) -> Any:
-        """The value of a global name: an op of ours, or a stand-in for the module torch."""
+        """The value of a global name: an op of ours, a stand-in for the module torch, or inf."""
         if path == "torch":
             functional = SimpleNamespace(embedding=self._index_select)
             return SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(functional=functional))
+        if path.startswith("math:"):
+            return resolve(path)
         assert path.startswith(_OP_PREFIX), f"lower_fx lets {path} through, which is not recorded"
         op = resolve(path)
 

@@ -294,6 +294,8 @@ def _used(source: str, namespace: dict[str, Any]) -> dict[str, str]:
             continue
         if inspect.ismodule(value):
             used[name] = value.__name__
+        elif isinstance(value, float):  # FX names inf and nan, which are no literals
+            used[name] = f"math:{name}"
         else:
             used[name] = f"{value.__module__}:{value.__qualname__}"
     return used

@@ -114,6 +114,17 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "moe/quantized_moe_linear",
         ),
     ),
+    # Loaded for models with recurrent layers only.
+    "recurrent": (
+        (
+            "core/install",
+            "core/call",
+            "core/thread_pool",
+            "recurrent/delta_rule",
+            "recurrent/short_conv",
+            "recurrent/state_space",
+        ),
+    ),
     # Loaded for engines with `lora.num_slots` only.
     "adapters": (("core/install", "core/call", "core/thread_pool", "adapters/add_adapters"),),
 }

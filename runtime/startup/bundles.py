@@ -41,6 +41,8 @@ __all__ = (
     "prepare_kernels",
 )
 
+# Keys of a config.json that models with recurrent layers have.
+_RECURRENT_KEYS = {"linear_num_value_heads", "conv_L_cache", "mamba_n_heads"}
 _DEMO_CONFIG = Path(__file__).parents[2] / "models" / "demo" / "config.json"
 
 
@@ -50,12 +52,19 @@ def bundle_root(graphs: GraphConfig) -> Path:
 
 
 def kernel_libraries(config: EngineConfig) -> tuple[str, ...]:
-    """The native libraries (ops/native/build.py) that an engine's model calls on a CPU."""
+    """The native libraries (ops/native/build.py) that an engine's model calls on a CPU.
+
+    A model of a hub may also have recurrent layers. The plan shows it, and they are loaded then.
+    """
     model = config.model
     is_gguf = is_gguf_path(model.path) or ":" in model.path  # a GGUF model of a hub
     is_quantized = model.quantization is not Quantization.none or is_gguf
     is_quantized = is_quantized or _states_quantization(model)
-    further = (("quantized", is_quantized), ("adapters", config.lora.num_slots > 0))
+    further = (
+        ("quantized", is_quantized),
+        ("recurrent", _has_recurrent_layers(model)),
+        ("adapters", config.lora.num_slots > 0),
+    )
     return ("core", *(name for name, is_called in further if is_called))
 
 
@@ -120,6 +129,14 @@ def _states_quantization(model: ModelSection) -> bool:
         )
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def _has_recurrent_layers(model: ModelSection) -> bool:
+    """Whether the settings have a key of recurrent layers, also those of a text model in them."""
+    settings = _read_settings(model)
+    text = settings.get("text_config")
+    keys = settings.keys() | (text.keys() if isinstance(text, dict) else set())
+    return not _RECURRENT_KEYS.isdisjoint(keys)
 
 
 def planned_isa(device: DeviceConfig) -> str:

@@ -195,7 +195,10 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
 def _load_kernels(plan: EnginePlan) -> None:
     """Load the kernels that the model calls."""
     part = core_part(plan.config)
-    for library in kernel_libraries(plan.config):
+    libraries = dict.fromkeys(kernel_libraries(plan.config))
+    if plan.source.config.recurrent is not None:
+        libraries["recurrent"] = None
+    for library in libraries:
         if library == "core" and part is not None and _suffices(part, plan):
             native.load_part(part)
         else:

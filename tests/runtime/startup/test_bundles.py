@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,15 @@ def there() -> list[str]:
     isa = detect_isa()
     names = (*native.LIBRARIES, *native.PARTS)
     return [name for name in names if native.intact_libraries(name, isa)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mamba_n_heads": 8}, {"conv_L_cache": 3}, {"text_config": {"linear_num_value_heads": 4}}],
+)
+def test_a_model_with_recurrent_layers_has_their_kernels_built(settings: dict[str, Any]) -> None:
+    model = ModelSection(config=settings)
+    assert kernel_libraries(EngineConfig(model=model)) == ("core", "recurrent")
 
 
 def test_only_a_quantised_model_has_the_quantised_kernels_built() -> None:
