@@ -123,7 +123,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
     if config.recurrent is not None:
         raise StartupError(
             f"models with recurrent layers are not quantised, and {config.architecture} has some; "
-            "use model.quantization, which quantises the matrices while they are loaded"
+            "use model.quantization=int8 or int4, which quantises while loading"
         )
     if section.format == "awq" and section.bits != 4:
         raise StartupError(

@@ -20,6 +20,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import ForwardBatch
 
@@ -66,7 +67,8 @@ class Driver:
         self.pad_to = pad_to  # the fewest tokens of a step: no graph is compiled for one token
         self.max_len = max_len
         self.groups = groups
-        self.dtype = dtype or next(model.parameters()).dtype
+        matrices = (module for module in model.modules() if isinstance(module, LinearBase))
+        self.dtype = dtype or next(matrices).spec.dtype
         spec = config.kv_cache_spec(self.block_size, self.dtype, shard=shard, groups=groups)
         num_states = 128 if spec.recurrent is not None else 0
         self.cache = spec.allocate(num_blocks, torch.device("cpu"), num_states)

@@ -187,6 +187,7 @@ CASES = [
     ("lfm2", 2),
     ("lfm2-moe", 2),
     ("qwen3-next", 2),  # two kinds of projections whose rows are stored by heads
+    ("qwen3.5-moe", 2),
     ("qwen3-next-mixed", 2),  # with biases of queries and their gates
     ("lfm2-bias", 4),  # biases of convolutions, divided, and of projections, added once
 ]

@@ -169,6 +169,13 @@ def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
     assert float((ours - expected).norm() / expected.norm()) < 0.06
 
 
+def test_recurrent_layers_are_quantised_while_loading_alone(tmp_path: Path) -> None:
+    variant = VARIANTS["lfm2"].as_one_file()
+    directory = save(reference_model(variant), variant, tmp_path)
+    with pytest.raises(StartupError, match=r"recurrent layers .* use model\.quantization=int8"):
+        quantise(f"model.path={directory}", f"quantize.output={tmp_path / 'new'}")
+
+
 def test_what_can_not_be_quantised_is_refused(tmp_path: Path) -> None:
     gpt2 = save(reference_model(VARIANTS["gpt2"]), VARIANTS["gpt2"].as_one_file(), tmp_path)
     done = run(f"model.path={gpt2}", f"quantize.output={tmp_path / 'new'}")

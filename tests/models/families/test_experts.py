@@ -145,7 +145,15 @@ def test_a_nan_in_a_router_spoils_its_own_token_alone(
         *(NAME, "glm4-moe", "deepseek-v3"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gpt-oss", "granitemoe", "llama4", "mixtral", "olmoe", "qwen2-moe")
+            for name in (
+                "gpt-oss",
+                "granitemoe",
+                "llama4",
+                "lfm2-moe",
+                "mixtral",
+                "olmoe",
+                "qwen2-moe",
+            )
         ),
     ],
 )

@@ -22,6 +22,7 @@ PACKED = [
     "deepseek-v2",
     "deepseek-v3",
     "gpt2",
+    "lfm2",
     "llama3",
     "llama-linear-bias",
     "mixtral",
@@ -35,6 +36,7 @@ SECOND = {
     "deepseek-v2-groups",
     "deepseek-v3-yarn",
     "glm4-moe-lite",
+    "lfm2-moe-unbiased",
     "llama4-two-experts",
 }
 # A variant of each kind of attention. For other variants, the test with the reference backend is
@@ -74,6 +76,8 @@ COMPILED = [
     pytest.param(GraphForm.layer, "mpt", False, marks=SLOW),
     pytest.param(GraphForm.layer, "olmo2", False, marks=SLOW),
     pytest.param(GraphForm.layer, "mistral", False, marks=SLOW),
+    (GraphForm.layer, "lfm2", True),  # two kinds of layers
+    (GraphForm.layer, "qwen3.5", True),  # gates of attention
     (GraphForm.layer, "qwen3-moe-mixed", True),  # two kinds of layers
     (GraphForm.layer, "qwen2-window", True),  # two kinds of layers
     pytest.param(GraphForm.layer, "qwen2-window", False, marks=SLOW),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from docs.list_models import REFUSED
+from ostinato.models.base import DecoderLayer
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.registry import model_class
 from tests.models.driver import Driver, Sequence
 from tests.models.parity import NUM_PROMPT, PROMPT, TOLERANCE, load
-from tests.models.random_checkpoints import VARIANTS
+from tests.models.random_checkpoints import VARIANTS, reference_model, save
 from tests.models.recurrent_variants import WITH_TOWER
 
 TOWER = {
@@ -91,3 +92,11 @@ def test_listed_values_of_the_decoder_are_refused(name: str) -> None:
         changed = {**config, "text_config": {**config["text_config"], inner: value}}
         with pytest.raises(ValueError, match=f"{inner}={value} is not supported"):
             model_class(architecture).read_config(changed)
+
+
+def test_the_fused_kernels_of_small_steps_are_for_layers_without_gates(tmp_path: Path) -> None:
+    for name, expected in (("qwen3.5", [False] * 4), ("lfm2", [False, True, False])):
+        directory = save(reference_model(VARIANTS[name]), VARIANTS[name], tmp_path / name)
+        model, _ = load(directory, "reference", torch.bfloat16)
+        layers = cast(list[DecoderLayer], list(model.layers))
+        assert [layer.few_rows() is not None for layer in layers] == expected

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.row_orders import (
+    gated_queries,
     grouped_parts,
     interleaved_rope,
     per_group_qkv,
@@ -207,6 +208,37 @@ def test_rotated_rows_that_are_stored_last_come_first() -> None:
 
 def test_pairs_that_are_stored_by_head_become_two_parts() -> None:
     assert grouped_parts(2, 1, 2).tolist() == [0, 3, 1, 2, 4, 5]
+
+
+def test_gates_that_are_stored_after_the_queries_of_a_head_come_first() -> None:
+    assert gated_queries(2, 2).tolist() == [2, 3, 6, 7, 0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("order", [None, gated_queries(4, 4)], ids=["as stored", "reordered"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_stored_matrix_can_have_several_outputs(ranks: int, order: Tensor | None) -> None:
+    """`two_proj` has two outputs of 16 rows each, `one_proj` the third, of 8 rows."""
+    tensors = {
+        "a.two_proj.weight": torch.randn(32, WIDTH),
+        "a.one_proj.weight": torch.randn(8, WIDTH),
+    }
+    tensors |= {"a.two_proj.bias": torch.randn(32), "a.one_proj.bias": torch.randn(8)}
+    layout = CheckpointLayout(
+        merged=(("all_proj", ("two_proj", "two_proj", "one_proj")),),
+        row_orders=() if order is None else (("two_proj", order),),
+    )
+    x = torch.randn(5, WIDTH)
+    rows = torch.arange(32) if order is None else order
+    two = linear(x, tensors["a.two_proj.weight"], tensors["a.two_proj.bias"])[:, rows]
+    one = linear(x, tensors["a.one_proj.weight"], tensors["a.one_proj.bias"])
+    for rank in range(ranks):
+        shard = Shard(rank, ranks)
+        spans = [shard.span(size, "rows") for size in (16, 16, 8)]
+        module = MergedLinear(WIDTH, spans, options(shard), bias=True)
+        fill(Holder(layout, a=nn.ModuleDict({"all_proj": module})), tensors, Plain())
+        wholes = (two[:, :16], two[:, 16:], one)
+        parts = [whole.narrow(1, *span[:2]) for whole, span in zip(wholes, spans, strict=True)]
+        torch.testing.assert_close(module(x), torch.cat(parts, 1))
 
 
 def test_orders_reach_separate_parts_and_the_norms_beside_them() -> None:

@@ -51,7 +51,7 @@ BOTH = {
         embedding=Int4(symmetric=False),
     ),
 }
-NAMES = ["gpt2", "lfm2", "llama3", "qwen2", "qwen3-tied"]
+NAMES = ["gpt2", "lfm2", "llama3", "qwen2", "qwen3-tied", "qwen3.5"]
 
 
 @pytest.fixture(scope="module")
