@@ -195,7 +195,6 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     model = reference_model(variant)
     prompt = [(7 * index * index + 13 * index + 5) % 199 for index in range(70)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20)
     config = tiny_config(
         "model.load_format=auto",
         "scheduler.max_num_batched_tokens=16",
@@ -205,16 +204,16 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     )
     with LLM(config=config) as llm:
         found = [
-            llm.generate([prompt[:length]], sampling, use_progress=False)[0].outputs[0].token_ids
+            llm.generate([prompt[:length]], GREEDY, use_progress=False)[0].outputs[0].token_ids
             for length in (70, 70, 33)
         ]
+    model.generation_config.eos_token_id = None
     for tokens, length in zip(found, (70, 70, 33), strict=True):
         with torch.no_grad():
             reference = model.generate(
                 torch.tensor([prompt[:length]]),
                 attention_mask=torch.ones(1, length, dtype=torch.int64),
                 max_new_tokens=20,
-                min_new_tokens=20,
                 do_sample=False,
             )
         assert tokens == reference[0, length:].tolist()

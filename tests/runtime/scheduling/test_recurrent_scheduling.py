@@ -9,10 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from ostinato.conf.schema import SchedulingPolicy
 from ostinato.models.kv_groups import sequence_blocks
 from ostinato.runtime.kv.block_pool import BlockHash
 from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.kv.state_slots import FoundStates, StateSlots
+from ostinato.runtime.types.step import StepResult
 from tests.pairwise import all_combinations
 from tests.runtime.scheduling.engine_machine import (
     MAX_MODEL_LEN,
@@ -21,6 +23,13 @@ from tests.runtime.scheduling.engine_machine import (
     kv_groups,
 )
 from tests.runtime.scheduling.mixed_workload import plain_tokens, run_workload
+from tests.runtime.scheduling.scheduler_steps import (
+    chunks,
+    make_request,
+    make_scheduler,
+    must_schedule,
+    step,
+)
 from tests.runtime.simulated_engine import SimulatedEngine
 
 
@@ -96,6 +105,53 @@ def test_the_workload_meets_what_it_is_for() -> None:
     assert tight.device.states.num_checkpoints > 50
     assert ample.scheduler.num_preemptions < 15  # those for rows, and a few holds
     assert ample.cache.prefix_hits > 100
+
+
+def test_prompts_that_begin_alike_wait_one_step_for_the_states_of_the_first() -> None:
+    requests = [make_request(f"r{index}", [*range(9), 20 + index]) for index in range(3)]
+    scheduler = make_scheduler(*requests, num_states=9)
+    assert chunks(step(scheduler, 30)) == [(0, 0, 10)]
+    assert chunks(step(scheduler, 31, 32, 33)) == [(0, 10, 1), (1, 8, 2), (2, 8, 2)]
+
+
+def test_a_step_without_a_token_is_repeated_from_a_checkpoint() -> None:
+    scheduler = make_scheduler(make_request("r", range(10)), num_states=9)
+    first = must_schedule(scheduler)
+    ahead = must_schedule(scheduler)  # planned as if the first gave a token
+    scheduler.update(first, StepResult([], counts=[0]))
+    assert scheduler.schedule() is None
+    scheduler.update(ahead, StepResult([], counts=[0]))
+    repeated = step(scheduler, 30)
+    assert chunks(repeated) == [(0, 8, 2)]
+    assert repeated.scheduled[0].token_ids == [8, 9]
+    assert scheduler.num_preemptions == 0
+    assert chunks(step(scheduler, 31)) == [(0, 10, 1)]
+
+
+def test_a_sequence_that_cannot_go_back_is_preempted() -> None:
+    """The second one has the blocks of the first, and the states before them are lost."""
+    requests = [make_request("a", range(10)), make_request("b", range(10))]
+    scheduler = make_scheduler(*requests, num_states=9)
+    step(scheduler, 30)
+    output = must_schedule(scheduler)
+    assert chunks(output) == [(0, 10, 1), (1, 8, 2)]
+    states = scheduler._cache.states
+    assert states is not None
+    states._pool.forget_cached()
+    scheduler.update(output, StepResult([31], counts=[1, 0]))
+    scheduler.check_integrity()
+    assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
+    assert chunks(step(scheduler, 32, 33)) == [(0, 11, 1), (1, 0, 10)]
+
+
+def test_a_waiting_sequence_takes_the_slot_of_one_behind_it() -> None:
+    low, high = make_request("low", range(5), priority=1), make_request("high", range(20, 25))
+    scheduler = make_scheduler(low, num_states=2, policy=SchedulingPolicy.priority)
+    step(scheduler, 30)
+    scheduler.add(high)
+    output = step(scheduler, 31)
+    assert [admitted.request.request_id for admitted in output.admitted] == ["high"]
+    assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
 
 
 def free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
