@@ -23,6 +23,7 @@ from ostinato.ops.native.abi import DTYPE_CODES
 from ostinato.ops.native.instruction_sets import instruction_set
 from ostinato.ops.native.library import load
 from tests.ops.attention_steps import CpuOrder, Shape, make_step
+from tests.ops.recurrent.recurrent_problems import OPS, SequenceStep
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # Their import registers the ops.
@@ -146,6 +147,11 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 @pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return _compile("recurrent", tmp_path_factory.mktemp("recurrent"))
+
+
+@pytest.fixture(scope="module")
 def in_integers(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return _compile("quantized", tmp_path_factory.mktemp("quantized"))
 
@@ -193,6 +199,17 @@ def test_rows(core: Program) -> None:
 def test_experts(core: Program) -> None:
     torch.manual_seed(0)
     core.check("route", torch.randn(9, 8), None, 2, "softmax", True, 1.0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_recurrent_ops(recurrent: Program, op: str, dtype: torch.dtype) -> None:
+    sequences = [SequenceStep(70, 0, 1, 2, 9), SequenceStep(1, 3, 3), SequenceStep(1, 4, 5)]
+    problem = OPS[op](74, 6, dtype=dtype).step(sequences)
+    if op == "state_space":  # the text of infinity cannot be read there
+        problem = problem.having(largest_step=9.0)
+    values = [problem.arguments[name] for name in problem.names]
+    recurrent.check(op, *(x.contiguous() if isinstance(x, Tensor) else x for x in values))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,33 @@ def make_builder(few_sequences: int = 4) -> tuple[BatchBuilder, StaticBuffers]:
 
 def step(*scheduled: ScheduledSequence) -> SchedulerOutput:
     return SchedulerOutput(list(scheduled), [], sum(entry.num_new_tokens for entry in scheduled))
+
+
+@pytest.mark.parametrize("few", [0, 4])
+@pytest.mark.parametrize("count", [1, 3])
+def test_slots_of_states_are_in_the_order_of_the_step(few: int, count: int) -> None:
+    """A step that serves no request has no slots; it begins with zeros and writes to slot 0."""
+    buffers = StaticBuffers(
+        max_num_tokens=16,
+        max_num_seqs=3,
+        max_blocks_per_seq=4,
+        block_size=4,
+        device=torch.device("cpu"),
+        has_states=True,
+    )
+    builder = BatchBuilder(buffers, few_sequences=few)
+    plans = [(5, 5, 0, 0), (0, 7, 8, 2), None]
+    tokens = list(range(count))
+    builder.build(
+        step(
+            *(
+                ScheduledSequence(row, 0, count, tokens, [1 + row], 1, state_slots=plan)
+                for row, plan in zip((2, 0, 1), plans, strict=True)
+            )
+        )
+    )
+    assert buffers.host.state_slots is not None
+    assert buffers.host.state_slots.tolist() == [[5, 5, 0, 0], [0, 7, 8, 2], [0, 0, 0, 0]]
 
 
 def test_a_prefill_beside_a_decode() -> None:

@@ -49,6 +49,7 @@ def make_scheduler(
     policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     prefix_caching: bool = True,
     groups: tuple[KVGroup, ...] = WHOLE_CACHE,
+    num_states: int = 0,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -61,6 +62,7 @@ def make_scheduler(
         enable_prefix_caching=prefix_caching,
         groups=groups,
         step_tokens=max_num_batched_tokens,
+        num_states=num_states,
     )
     scheduler = Scheduler(config, cache, max_model_len=max_model_len)
     for request in requests:

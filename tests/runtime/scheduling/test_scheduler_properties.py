@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from functools import cache
-
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize
 
 from ostinato.conf.schema import SchedulingPolicy
 from ostinato.conf.sections.cache_schema import StorePolicy
-from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup, sequence_blocks
-from ostinato.runtime.kv.tier_index import TierIndex
+from ostinato.models.kv_groups import WHOLE_CACHE, sequence_blocks
 from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -22,48 +17,32 @@ from tests.pairwise import all_combinations
 from tests.runtime.cost_tables import make_table
 from tests.runtime.drafters import OracleDrafter
 from tests.runtime.scheduling.drawn_requests import IMAGE_TOKENS, requests
-from tests.runtime.simulated_device import EOS, VOCAB_SIZE
+from tests.runtime.scheduling.engine_machine import (
+    MAX_MODEL_LEN,
+    POLICIES,
+    EngineMachine,
+    kv_groups,
+    rename,
+)
+from tests.runtime.scheduling.mixed_workload import plain_tokens, run_workload
+from tests.runtime.simulated_device import VOCAB_SIZE
 from tests.runtime.simulated_engine import SimulatedEngine, make_tiers
 
-MAX_MODEL_LEN = 32
-POLICIES = list(SchedulingPolicy)
 SCORE_MS = st.none() | st.floats(0.0, 1.0)
-
-
-@st.composite
-def kv_groups(draw: st.DrawFn) -> tuple[KVGroup, ...]:
-    """Groups of layers; windows are small, so that blocks lie outside of them."""
-    window, units = draw(st.integers(1, 9)), draw(st.integers(1, 4))
-    return draw(
-        st.sampled_from(
-            [
-                WHOLE_CACHE,
-                WHOLE_CACHE,
-                (KVGroup(window),),
-                (KVGroup(0, units, 1), KVGroup(window, 1, units)),
-                (KVGroup(0, 1, units), KVGroup(window, units, 1)),
-            ]
-        )
-    )
 
 
 @st.composite
 def engines(draw: st.DrawFn) -> SimulatedEngine:
     block_size = draw(st.sampled_from([1, 2, 4]))
     max_num_seqs = draw(st.integers(1, 6))
-    # With recurrent layers there are neither drafts nor tiers. One usable slot is the least.
-    slots = [0, 0, 2, 3, max_num_seqs + 2, 2 * max_num_seqs + 1, 40]
-    num_states = draw(st.sampled_from(slots))
-    accuracy = None if num_states else draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
+    accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
     # These tests do not combine drafts with the lanes of a pipeline.
     num_lanes = draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1
     image_tokens = draw(st.sampled_from([0, 0, IMAGE_TOKENS]))
     groups = draw(kv_groups())
     step_tokens = max_num_seqs + image_tokens + draw(st.integers(0, 24))
     least_blocks = sequence_blocks(groups, block_size, MAX_MODEL_LEN, step_tokens) + 1
-    sizes = [(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)]
-    if groups != WHOLE_CACHE or num_states:
-        sizes = [(0, 0)]
+    sizes = [(0, 0), (0, 0), (3, 0), (40, 3), (0, 40)] if groups == WHOLE_CACHE else [(0, 0)]
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
@@ -91,72 +70,16 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         ),
         num_lanes=num_lanes,
         hold_seed=draw(st.sampled_from([None, None, 1, 2, 3])),
-        num_states=num_states,
     )
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """Requests come, end and are aborted at any moment, with up to the most steps in flight."""
-
+class AnyEngineMachine(EngineMachine):
     @initialize(engine=engines())
     def start(self, engine: SimulatedEngine) -> None:
         self.engine = engine
 
-    @rule(request=requests(), copies=st.sampled_from([1, 1, 1, 3]))
-    def add(self, request: Request, copies: int) -> None:
-        for _ in range(copies):
-            request_id = f"r{len(self.engine.requests)}"
-            self.engine.add(_rename(request, request_id))
 
-    @rule(request=requests(), places=st.permutations(range(5)))
-    def add_group(self, request: Request, places: list[int]) -> None:
-        """An HTTP request of several sequences, some of which may have moved here later."""
-        group = len(self.engine.requests) + 1
-        for place in places:
-            member = msgspec.structs.replace(
-                request, place=place, group=group, group_size=len(places)
-            )
-            self.engine.add(_rename(member, f"r{len(self.engine.requests)}"))
-
-    @precondition(lambda self: self.engine.num_in_flight < self.engine.max_in_flight)
-    @rule()
-    def launch(self) -> None:
-        self.engine.launch()
-
-    @precondition(lambda self: self.engine.num_in_flight > 0)
-    @rule()
-    def land(self) -> None:
-        self.engine.land()
-
-    @rule()
-    def finish_loads(self) -> None:
-        self.engine.finish_loads()
-
-    @rule()
-    def abandon_loads(self) -> None:
-        self.engine.abandon_loads()
-
-    @rule(num_steps=st.integers(1, 8), lookahead=st.booleans())
-    def steps(self, num_steps: int, lookahead: bool) -> None:
-        for _ in range(num_steps):
-            while self.engine.num_in_flight > lookahead * (self.engine.max_in_flight - 1):
-                self.engine.land()
-            self.engine.launch()
-
-    @precondition(lambda self: self.engine.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.requests))))
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            while self.engine.num_in_flight == self.engine.max_in_flight:
-                self.engine.land()
-            self.engine.run(lookahead=True)
-            self.engine.check_drained()
-
-
-TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine = AnyEngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
@@ -168,7 +91,7 @@ def test_tokens_are_those_of_a_request_alone(
     engine = data.draw(engines())
     lookahead = data.draw(st.booleans())
     for index, (request, num_steps) in enumerate(arrivals):
-        engine.add(_rename(request, f"r{index}"))
+        engine.add(rename(request, f"r{index}"))
         for _ in range(num_steps):
             while engine.num_in_flight > lookahead * (engine.max_in_flight - 1):
                 engine.land()
@@ -177,79 +100,6 @@ def test_tokens_are_those_of_a_request_alone(
         engine.land()
     engine.run(lookahead=lookahead)
     engine.check_drained()
-
-
-def _rename(request: Request, request_id: str) -> Request:
-    return msgspec.structs.replace(request, request_id=request_id)
-
-
-def run_workload(
-    *,
-    lookahead: bool,
-    total_blocks: int,
-    max_num_batched_tokens: int,
-    policy: SchedulingPolicy = SchedulingPolicy.fcfs,
-    prefix_caching: bool = True,
-    target_s: float | None = None,
-    accuracy: float | None = None,
-    tiers: TierIndex | None = None,
-    hold_seed: int | None = None,
-    num_lanes: int = 1,
-    num_states: int = 0,
-) -> SimulatedEngine:
-    """Forty requests of mixed lengths that share beginnings, arriving over time."""
-    generator = random.Random(11)
-    engine = SimulatedEngine(
-        total_blocks=total_blocks,
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=96,
-        policy=policy,
-        prefix_caching=prefix_caching,
-        costs=None if target_s is None else make_table(),
-        target_s=target_s or 0.0,
-        drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
-        tiers=tiers,
-        hold_seed=hold_seed,
-        num_lanes=num_lanes,
-        num_states=num_states,
-    )
-    stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
-    for index in range(40):
-        prompt = generator.choice(stems)[: generator.randint(1, 60 if index % 3 == 0 else 12)]
-        sampling = SamplingParams(
-            max_tokens=generator.randint(1, 60),
-            ignore_eos=index % 4 != 0,
-            prompt_logprobs=0 if index % 5 == 0 else None,
-        )
-        if index % 7 == 3:
-            sampling = SamplingParams(
-                use_beam_search=True, n=2, best_of=4, max_tokens=20, early_stopping="never"
-            )
-        request = Request(
-            request_id=str(index),
-            prompt_token_ids=[*prompt, generator.randrange(VOCAB_SIZE)],
-            sampling=sampling,
-            eos_token_ids=(EOS,),
-            priority=generator.randrange(3),
-            cache_salt="tenant" if index % 8 == 0 else "",
-        )
-        engine.add(request)
-        while engine.num_in_flight > lookahead * (engine.max_in_flight - 1):
-            engine.land()
-        engine.launch()
-    while engine.num_in_flight > 1:
-        engine.land()
-    engine.run(lookahead=lookahead)
-    engine.check_drained()
-    return engine
-
-
-@cache
-def plain_tokens() -> dict[str, list[int]]:
-    """The workload's outputs without drafts, tiers or shortages."""
-    return run_workload(lookahead=False, total_blocks=200, max_num_batched_tokens=19).tokens
 
 
 @pytest.mark.parametrize(
