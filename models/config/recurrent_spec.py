@@ -42,6 +42,20 @@ class DeltaSpec:
         """Operations on one layer's state by a token: its decay, a read, an update, the output."""
         return 7 * math.prod(self.shapes().state)
 
+    def step_bytes(self, itemsize: int, shard: Shard, *, is_cpu: bool) -> int:
+        """Bytes of one token between the projections of a layer, on one rank.
+
+        Args:
+            itemsize: bytes of one activation.
+            shard: the rank.
+            is_cpu: the CPU kernels are used. Those of a GPU also have float32 results between them.
+        """
+        heads = shard.span(self.num_v_heads, "linear_num_value_heads").size
+        keys = shard.span(self.num_k_heads, "linear_num_key_heads").size * self.k_dim
+        values = heads * self.v_dim
+        floats = 0 if is_cpu else 2 * (keys + values + heads)
+        return (2 * keys + 3 * values + 2 * heads) * itemsize + 4 * floats
+
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
         keys = shard.span(self.num_k_heads, "linear_num_key_heads").size
@@ -70,6 +84,10 @@ class ShortConvSpec:
     def state_operations(self) -> int:
         """Operations on one layer's state by a token: there is no state."""
         return 0
+
+    def step_bytes(self, itemsize: int, shard: Shard, *, is_cpu: bool) -> int:
+        """As `DeltaSpec.step_bytes`. All devices have only the projection and the result."""
+        return 4 * shard.span(self.channels, "hidden_size").size * itemsize
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
@@ -101,6 +119,13 @@ class StateSpaceSpec:
     def state_operations(self) -> int:
         """Operations on one layer's state by a token: its decay, an update, the output."""
         return 5 * math.prod(self.shapes().state)
+
+    def step_bytes(self, itemsize: int, shard: Shard, *, is_cpu: bool) -> int:
+        """See `DeltaSpec.step_bytes`."""
+        heads = shard.span(self.num_heads, "mamba_n_heads").size
+        channels, inner = self.shapes(shard).conv[1], heads * self.head_dim
+        floats = 0 if is_cpu else channels + 2 * heads + inner
+        return (channels + 2 * inner + heads) * itemsize + 4 * floats
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""

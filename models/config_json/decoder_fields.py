@@ -13,8 +13,8 @@ from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import (
     architecture_of,
     read_activation,
-    read_first,
     read_integer,
+    read_number,
     read_token_ids,
     refuse_other_values,
     stated_dtype,
@@ -115,7 +115,7 @@ def read_decoder_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=stretched_context(rope, max_positions),
-        norm_eps=float(read_first(hf_config, keys.norm_eps, default=keys.default_norm_eps)),
+        norm_eps=read_number(hf_config, keys.norm_eps, keys.default_norm_eps),
         activation=read_activation(hf_config, keys.activation, keys.default_activation),
         tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", keys.is_tied)),
         rope=rope,

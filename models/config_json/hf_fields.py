@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ __all__ = (
     "read_activation",
     "read_first",
     "read_integer",
+    "read_layers",
+    "read_number",
     "read_token_ids",
     "refuse_other_kinds",
     "refuse_other_values",
@@ -53,7 +56,7 @@ def refuse_other_values(hf_config: HFConfig, must_be: Mapping[str, Any]) -> None
 
 
 def refuse_other_kinds(
-    key: str, kinds: Collection[str], supported: Collection[str], num_layers: int
+    key: str, kinds: object, supported: Collection[str], num_layers: int
 ) -> None:
     """Refuse a list with a kind for each layer, if a kind is not supported or a layer has none.
 
@@ -64,9 +67,10 @@ def refuse_other_kinds(
         num_layers: layers of the model.
 
     Raises:
-        ValueError: a kind is not among `supported`, or the list has another length.
+        ValueError: it is no list, a kind is not among `supported`, or the list has another length.
     """
-    if set(kinds) - set(supported) or len(kinds) != num_layers:
+    is_list = isinstance(kinds, list | tuple)
+    if not is_list or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
         raise ValueError(
             f"config.json: {key} must have {' or '.join(sorted(supported))} for each of the "
             f"{num_layers} layers, got {kinds}"
@@ -81,16 +85,51 @@ def read_first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:
     return default
 
 
-def read_integer(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
+def read_integer(
+    hf_config: HFConfig, *keys: str, default: int | None = None, at_least: int = 1
+) -> int:
     """The value of the first of `keys` that is present and not null; else `default`.
 
     Raises:
-        ValueError: no key is present and the default is None, or the value is not an integer >= 1.
+        ValueError: no key is present and the default is None, or the value is not an integer of
+            `at_least`.
     """
     value = read_first(hf_config, *keys, default=default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {keys[0]} must be an integer of at least 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(
+            f"config.json: {keys[0]} must be an integer of at least {at_least}, got {value!r}"
+        )
     return value
+
+
+def read_number(hf_config: HFConfig, key: str, default: float) -> float:
+    """The number under `key`; the default if it is missing or null.
+
+    Raises:
+        ValueError: the value is not a finite number.
+    """
+    value = read_first(hf_config, key, default=default)
+    try:  # YAML reads 1e-5 as a text
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"config.json: {key} must be a number, got {value!r}")
+    return number
+
+
+def read_layers(hf_config: HFConfig, key: str, num_layers: int) -> tuple[int, ...] | None:
+    """The indices of layers that are listed under `key`; None if it is missing or null.
+
+    Raises:
+        ValueError: the value is no list, or an entry is not the index of a layer.
+    """
+    listed = hf_config.get(key)
+    if listed is None:
+        return None
+    if not isinstance(listed, list | tuple) or any(one not in range(num_layers) for one in listed):
+        raise ValueError(f"config.json: {key}={listed!r} must name layers 0 to {num_layers - 1}")
+    return tuple(listed)
 
 
 def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
@@ -100,11 +139,11 @@ def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
         ValueError: it is unknown.
     """
     name = hf_config.get(key, default)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
             f"config.json: {key}={name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
-    return str(name)
+    return name
 
 
 def stated_dtype(hf_config: HFConfig) -> torch.dtype:
@@ -124,8 +163,15 @@ def stated_dtype(hf_config: HFConfig) -> torch.dtype:
 
 
 def read_token_ids(config: HFConfig, key: str) -> tuple[int, ...]:
-    """The token ids under `key`: none, one or several."""
+    """The token ids under `key`: none, one or several.
+
+    Raises:
+        ValueError: the value is neither an integer nor a list of integers.
+    """
     value = config.get(key)
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if any(type(one) is not int for one in ids):
+        raise ValueError(f"config.json: {key} must be an integer or several, got {value!r}")
+    return ids

@@ -12,6 +12,8 @@ from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder
 from ostinato.models.config_json.hf_fields import (
     read_first,
     read_integer,
+    read_layers,
+    read_number,
     refuse_other_kinds,
     refuse_other_values,
 )
@@ -23,7 +25,7 @@ _GATED_DELTA_KEYS = DecoderKeys(rotary_fraction=0.25)
 _LFM2_KEYS = DecoderKeys(norm_eps="norm_eps", default_norm_eps=1e-5, rope_theta=1_000_000.0)
 
 
-def recurrent_layers(kinds: Sequence[str], recurrent: str, num_layers: int) -> tuple[bool, ...]:
+def recurrent_layers(kinds: object, recurrent: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer is recurrent.
 
     Args:
@@ -35,6 +37,7 @@ def recurrent_layers(kinds: Sequence[str], recurrent: str, num_layers: int) -> t
         ValueError: a layer has no kind or an unknown one, or all layers are recurrent.
     """
     refuse_other_kinds("layer_types", kinds, (_ATTENTION, recurrent), num_layers)
+    assert isinstance(kinds, Sequence), "other values are refused"
     if _ATTENTION not in kinds:
         raise ValueError(
             f"config.json: layer_types must have {_ATTENTION} for at least one layer; a model "
@@ -73,7 +76,7 @@ def read_gated_delta_config(hf_config: HFConfig, generation_config: HFConfig | N
         num_v_heads=read_integer(hf_config, "linear_num_value_heads", default=32),
         k_dim=read_integer(hf_config, "linear_key_head_dim", default=128),
         v_dim=read_integer(hf_config, "linear_value_head_dim", default=128),
-        conv_width=read_integer(hf_config, "linear_conv_kernel_dim", default=4),
+        conv_width=read_integer(hf_config, "linear_conv_kernel_dim", default=4, at_least=2),
     )
     if recurrent.num_v_heads % recurrent.num_k_heads:
         raise ValueError(
@@ -128,7 +131,7 @@ def read_lfm2_config(
     recurrent = ShortConvSpec(
         layers=recurrent_layers(kinds, _CONVOLUTION, config.num_layers),
         channels=size,
-        conv_width=read_integer(hf_config, "conv_L_cache", default=3),
+        conv_width=read_integer(hf_config, "conv_L_cache", default=3, at_least=2),
         has_bias=bool(hf_config.get("conv_bias", False)),
     )
     inner = config.intermediate_size
@@ -142,7 +145,7 @@ def read_lfm2_config(
 
 def _kinds_by_index(hf_config: HFConfig, num_layers: int) -> Sequence[str]:
     """`layer_types` of a config that may list the layers with attention. If not, all have it."""
-    attending = hf_config.get("full_attn_idxs")
+    attending = read_layers(hf_config, "full_attn_idxs", num_layers)
     attending = range(num_layers) if attending is None else attending
     return [_ATTENTION if layer in attending else _CONVOLUTION for layer in range(num_layers)]
 
@@ -152,8 +155,8 @@ def _adjusted_size(hf_config: HFConfig, size: int) -> int:
     if not hf_config.get("block_auto_adjust_ff_dim", True):
         return size
     size = int(2 * size / 3)
-    factor = hf_config.get("block_ffn_dim_multiplier", 1.0)
-    if factor is None:
+    if hf_config.get("block_ffn_dim_multiplier", 1.0) is None:
         return size
+    factor = read_number(hf_config, "block_ffn_dim_multiplier", 1.0)
     multiple = read_integer(hf_config, "block_multiple_of", default=256)
     return multiple * -(-int(factor * size) // multiple)

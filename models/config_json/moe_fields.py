@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_integer, read_layers
 from ostinato.ops.moe.routing import RouteSpec, Scoring
 
 __all__ = (
@@ -81,8 +81,7 @@ def sparse_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
         ValueError: a listed block does not exist.
     """
     step = read_integer(hf_config, "decoder_sparse_step", default=1)
-    dense: Sequence[int] = hf_config.get("mlp_only_layers") or ()
-    _refuse_missing_blocks("mlp_only_layers", dense, num_layers)
+    dense = read_layers(hf_config, "mlp_only_layers", num_layers) or ()
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
 
 
@@ -94,18 +93,10 @@ def interleaved_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]
         ValueError: a listed block does not exist.
     """
     step = read_integer(hf_config, "interleave_moe_layer_step", default=1)
-    listed: Sequence[int] | None = hf_config.get("moe_layers")
+    listed: Sequence[int] | None = read_layers(hf_config, "moe_layers", num_layers)
     if listed is None:
         listed = range(step - 1, num_layers, step)
-    _refuse_missing_blocks("moe_layers", listed, num_layers)
     return tuple(layer in listed for layer in range(num_layers))
-
-
-def _refuse_missing_blocks(key: str, listed: Sequence[int], num_layers: int) -> None:
-    if any(not 0 <= layer < num_layers for layer in listed):
-        raise ValueError(
-            f"config.json: {key}={list(listed)} must name blocks 0 to {num_layers - 1}"
-        )
 
 
 def read_deepseek_experts(

@@ -265,6 +265,10 @@ def _rope_parameters(hf_config: HFConfig, default_theta: float = _THETA) -> dict
 
 def _typed(parameters: HFConfig | None) -> dict[str, Any]:
     """The fields without nulls, with the type as `rope_type`; older configs call it `type`."""
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise ValueError(
+            f"config.json: rope_parameters and rope_scaling must be objects, got {parameters!r}"
+        )
     stated = {key: value for key, value in (parameters or {}).items() if value is not None}
     if stated:
         stated.setdefault("rope_type", stated.pop("type", "default"))

@@ -35,7 +35,7 @@ def read_state_space(
         return None
     num_heads = read_integer(hf_config, "mamba_n_heads", default=128)
     num_groups = read_integer(hf_config, "mamba_n_groups", default=1)
-    conv_width = read_integer(hf_config, "mamba_d_conv", default=4)
+    conv_width = read_integer(hf_config, "mamba_d_conv", default=4, at_least=2)
     inner = read_integer(hf_config, "mamba_expand", default=2)
     inner *= read_integer(hf_config, "hidden_size")
     head_dim = inner // num_heads
@@ -51,8 +51,6 @@ def read_state_space(
             f"config.json: mamba_n_heads={num_heads} is not a multiple of "
             f"mamba_n_groups={num_groups}"
         )
-    if conv_width < 2:
-        raise ValueError(f"config.json: mamba_d_conv must be at least 2, got {conv_width}")
     return StateSpaceSpec(
         layers=layers,
         num_heads=num_heads,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_layers, refuse_other_values
 from ostinato.models.config_json.state_space_fields import read_state_space
 from ostinato.models.decoder import Decoder
 
@@ -53,12 +52,7 @@ class BambaForCausalLM(Decoder):
         if config.rope is not None:
             # The first checkpoints state the number of rotated elements. transformers ignores it.
             refuse_other_values(hf_config, {"attn_rotary_emb": config.rope.rotary_dim})
-        listed: Sequence[int] = hf_config.get("attn_layer_indices") or ()
-        if any(not 0 <= layer < config.num_layers for layer in listed):
-            raise ValueError(
-                f"config.json: attn_layer_indices={list(listed)} must name layers 0 to "
-                f"{config.num_layers - 1}"
-            )
+        listed = read_layers(hf_config, "attn_layer_indices", config.num_layers)
         if not listed:
             raise ValueError(
                 "config.json: attn_layer_indices must name at least one layer; a model without "

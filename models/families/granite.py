@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import read_decoder_config
+from ostinato.models.config_json.hf_fields import read_number
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("GraniteForCausalLM", "with_multipliers")
@@ -42,7 +43,7 @@ def with_multipliers(config: ModelConfig, hf_config: HFConfig) -> ModelConfig:
 
 
 def _positive(hf_config: HFConfig, key: str) -> float:
-    value = float(hf_config.get(key, 1.0))
+    value = read_number(hf_config, key, 1.0)
     if not value > 0:
         raise ValueError(f"config.json: {key} must be above 0, got {value}")
     return value

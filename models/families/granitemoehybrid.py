@@ -59,10 +59,9 @@ class GraniteMoeHybridForCausalLM(Decoder):
         has_rope = positions == "rope"
         config = read_decoder_config(hf_config, generation_config, DecoderKeys(has_rope=has_rope))
         all_recurrent = [_MAMBA] * config.num_layers
-        stated: list[str] = read_first(
-            hf_config, "layer_types", "layers_block_type", default=all_recurrent
-        )
-        kinds = [_NEWER.get(kind, kind) for kind in stated]
+        kinds = read_first(hf_config, "layer_types", "layers_block_type", default=all_recurrent)
+        if isinstance(kinds, list):
+            kinds = [_NEWER.get(str(kind), kind) for kind in kinds]
         layers = recurrent_layers(kinds, _MAMBA, config.num_layers)
         recurrent = read_state_space(hf_config, layers, config.norm_eps)
         shared_size = read_integer(hf_config, "shared_intermediate_size", default=1024)

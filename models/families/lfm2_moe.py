@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_integer, read_number
 from ostinato.models.config_json.hybrid_layers import read_lfm2_config
 from ostinato.models.config_json.moe_fields import read_route
 from ostinato.models.families.lfm2 import Lfm2ForCausalLM
@@ -23,7 +23,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         config = read_lfm2_config(hf_config, generation_config, has_experts=True)
-        num_dense = int(hf_config.get("num_dense_layers", 2))
+        num_dense = read_integer(hf_config, "num_dense_layers", default=2, at_least=0)
         moe = MoESpec(
             # transformers adds 1e-6 to the sum of the weights by which they are divided. That
             # changes them less than the rounding of bfloat16.
@@ -31,7 +31,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
                 hf_config,
                 scoring=Scoring.sigmoid,
                 renormalize=bool(hf_config.get("norm_topk_prob", True)),
-                scale=float(hf_config.get("routed_scaling_factor", 1.0)),
+                scale=read_number(hf_config, "routed_scaling_factor", 1.0),
             ),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
             layers=tuple(layer >= num_dense for layer in range(config.num_layers)),

@@ -64,6 +64,7 @@ class ModelFootprint:
     group_reason: str | None = None  # what the layers keep, see `describe_groups`
     has_states: bool = False  # whether any layer of the whole model is recurrent
     state_bytes: int = 0  # a slot's states of all recurrent layers on this rank
+    mixer_bytes: int = 0  # one token between the projections of a recurrent layer
     # This rank has no layer with keys and values, because all of them are on other stages.
     keeps_states_alone: bool = False
 
@@ -111,9 +112,10 @@ def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:
     """Peak estimate of a step's intermediate tensors.
 
     Per token, a layer holds three vectors of the hidden size: the residual, the normed input and a
-    result. It also holds the larger of two things: queries, keys and values before and after
-    rotation, or the two halves of the gated MLP with their product. The memory of sampling and the
-    attention workspace are added.
+    result. It also holds the largest of three things: queries, keys and values before and after
+    rotation, the two halves of the gated MLP with their product, or what a recurrent mixer has
+    between its projections. The memory of sampling and the attention workspace are added.
     """
-    layer = 3 * model.hidden_size + max(2 * model.qkv_size, 3 * model.intermediate_size)
-    return num_tokens * layer * model.dtype_bytes + model.sampling_bytes + model.workspace_bytes
+    widest = max(2 * model.qkv_size, 3 * model.intermediate_size) * model.dtype_bytes
+    layer = 3 * model.hidden_size * model.dtype_bytes + max(widest, model.mixer_bytes)
+    return num_tokens * layer + model.sampling_bytes + model.workspace_bytes

@@ -152,6 +152,11 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         group_reason=describe_groups(config, model, source.kv_groups),
         has_states=recurrent is not None,
         state_bytes=0 if recurrent is None else recurrent.bytes_per_slot,
+        mixer_bytes=0
+        if model.recurrent is None
+        else model.recurrent.step_bytes(
+            source.dtype.itemsize, source.shard, is_cpu=source.device.type == "cpu"
+        ),
         keeps_states_alone=not unit.num_layers and bool(model.attention_windows),
         hidden_size=model.hidden_size,
         # Every rank holds the activations of experts in full width.

@@ -10,6 +10,7 @@ refuses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import transformers
 
 from ostinato.models.registry import ARCHITECTURES, model_class
 from tests.models.random_checkpoints import VARIANTS, Variant
+from tests.models.recurrent_variants import RECURRENT
+from tests.models.state_space_variants import STATE_SPACE
 
 # Keys without effect in all families: those of training, of generation with transformers, of other
 # tasks, and of the file itself.
@@ -206,6 +209,21 @@ def test_no_key_is_ignored(name: str) -> None:
             continue
     # A nested object may be a configuration of transformers too, with all the general keys.
     assert {key for key in ignored if not NEUTRAL.intersection(key.split("."))} - neutral == set()
+
+
+OF_OTHER_KINDS = (None, "other", 0, -1, 2.5, True, [], ["other"], [None], {}, float("inf"))
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *STATE_SPACE])
+def test_a_value_of_another_kind_is_refused_or_read(name: str) -> None:
+    config = config_of(VARIANTS[name])
+    without = {**config, "layer_types": None, "full_attn_idxs": None, "mlp_only_layers": None}
+    family = model_class(config["architectures"][0])
+    for key in without.keys() - {"architectures"}:
+        for value in OF_OTHER_KINDS:
+            for changed in ({**config, key: value}, {**without, key: value}):
+                with suppress(ValueError):  # any other error fails
+                    family.read_config(changed)
 
 
 # Other defaults than in transformers would only give matrices other shapes, which a checkpoint then

@@ -101,7 +101,7 @@ def test_wrong_tensors_of_experts_are_named(
         (NAME, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be at most"),
         (NAME, {"num_local_experts": None}, "must be an integer of at least 1, got None"),
         (NAME, {"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer of at least 1"),
-        (NAME, {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] must name blocks 0 to 2"),
+        (NAME, {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] must name layers 0 to 2"),
         (NAME, {"moe_intermediate_size": -1}, "moe_intermediate_size must be an integer"),
         ("glm4-moe", {"n_group": 3}, "n_group=3 must divide"),
         ("glm4-moe", {"topk_group": 5}, "topk_group=5 must be at most n_group"),

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = (
     "MIXED",
     "PADDING",
+    "Op",
     "Problem",
     "Row",
     "check",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ostinato.models.config.recurrent_spec import DeltaSpec, RecurrentSpec, StateSpaceSpec
+from ostinato.models.sharding import WHOLE
 from ostinato.ops.recurrent import triton_convolution
 from ostinato.ops.recurrent.delta_rule import reference_gated_delta_rule
 from ostinato.ops.recurrent.short_conv import reference_gated_short_conv
@@ -15,8 +17,11 @@ from ostinato.ops.recurrent.state_space import reference_state_space
 from ostinato.ops.recurrent.triton_delta_rule import delta_rule_on_cuda
 from ostinato.ops.recurrent.triton_short_conv import short_conv_on_cuda
 from ostinato.ops.recurrent.triton_state_space import state_space_on_cuda
+from tests.live_bytes import LiveBytes
 from tests.ops.recurrent.compared_kernels import (
     MIXED,
+    Op,
+    Problem,
     Row,
     check,
     check_chunks,
@@ -24,6 +29,7 @@ from tests.ops.recurrent.compared_kernels import (
     run,
     short_conv_problem,
     state_space_problem,
+    step_tensors,
 )
 
 SLOW = pytest.mark.slow
@@ -121,6 +127,41 @@ def test_steps_with_padding_only_and_without_rows() -> None:
             assert (found.out == 0).all()
             for one, before in zip(found.states, problem.states, strict=True):
                 assert torch.equal(one.nan_to_num(), before.nan_to_num())
+
+
+DELTA = DeltaSpec(layers=(True,), num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_width=4)
+SPACE = StateSpaceSpec(
+    layers=(True,),
+    num_heads=2,
+    head_dim=8,
+    state_size=12,
+    num_groups=1,
+    conv_width=4,
+    has_conv_bias=True,
+    has_bias=False,
+    step_limits=(0.0, INFINITY),
+    norm_eps=1e-5,
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "spec"),
+    [
+        (delta_rule_on_cuda, delta_problem(1, 2, 12, 8, 4, BFLOAT16), DELTA),
+        (state_space_on_cuda, state_space_problem(2, 8, 1, 12, 4, BFLOAT16, bias=True), SPACE),
+    ],
+)
+def test_the_memory_plan_counts_what_is_between_kernels(
+    op: Op, problem: Problem, spec: RecurrentSpec
+) -> None:
+    starts, slots = step_tensors(MIXED)
+    num_tokens = int(starts[-1])
+    tokens = [tensor[:num_tokens] for tensor in problem.tokens]
+    with LiveBytes() as live:
+        op(*tokens, *problem.weights, *problem.states, starts, slots, *problem.options)
+    projected = sum(tensor.shape[1] * 2 for tensor in tokens)
+    counted = spec.step_bytes(2, WHOLE, is_cpu=False) - projected
+    assert live.peak == num_tokens * counted
 
 
 def test_small_steps_keep_their_relative_size() -> None:

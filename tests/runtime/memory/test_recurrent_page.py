@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[RecurrentSpec, int, int]] = {
             has_conv_bias=True,
             has_bias=False,
             step_limits=(0.0, float("inf")),
+            norm_eps=1e-5,
         ),
         4,
         128,
