@@ -2,121 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ostinato.ops.recurrent.delta_rule import gated_delta_rule, reference_gated_delta_rule
-from ostinato.ops.recurrent.short_conv import gated_short_conv, reference_gated_short_conv
-from ostinato.ops.recurrent.state_space import reference_state_space, state_space
-from tests.ops.recurrent.compared_kernels import (
+from ostinato.ops.recurrent.delta_rule import gated_delta_rule
+from ostinato.ops.recurrent.short_conv import gated_short_conv
+from ostinato.ops.recurrent.state_space import state_space as state_space_op
+from tests.ops.recurrent.recurrent_problems import (
+    DECODES,
     MIXED,
+    NUM_ROWS,
+    NUM_SLOTS,
     Problem,
-    Row,
+    SequenceStep,
     check,
     check_chunks,
-    delta_problem,
-    run,
-    short_conv_problem,
-    state_space_problem,
-    step_tensors,
+    delta_rule,
+    short_conv,
+    state_space,
 )
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+RUN = {
+    "gated_delta_rule": gated_delta_rule,
+    "gated_short_conv": gated_short_conv,
+    "state_space": state_space_op,
+}
 INFINITY = float("inf")
-Op = Callable[..., Tensor]
-# The sizes of Qwen3.5-4B, LFM2-1.2B and Granite-4-tiny, and sizes that are no powers of two.
-SIZES: dict[str, tuple[Op, Op, Callable[[torch.dtype], Problem]]] = {
-    "qwen3.5-4b": (
-        gated_delta_rule,
-        reference_gated_delta_rule,
-        lambda dtype: delta_problem(16, 32, 128, 128, 4, dtype),
+# The sizes of Qwen3.5-4B, LFM2-1.2B and Granite-4-tiny, and sizes that are no powers of two. Rows
+# of models are aligned.
+SIZES = {
+    "qwen3.5-4b": partial(delta_rule, heads=(16, 32), dims=(128, 128), gap=8),
+    "delta": partial(delta_rule, heads=(2, 6), dims=(40, 72), width=3),
+    "lfm2-1.2b": partial(short_conv, channels=2048, gap=8),
+    "short-conv": partial(short_conv, channels=200, width=5, has_bias=True),
+    "granite-4-tiny": partial(
+        state_space, heads=(48, 1), dims=(64, 128), limits=(0.0, INFINITY), gap=8
     ),
-    "delta": (
-        gated_delta_rule,
-        reference_gated_delta_rule,
-        lambda dtype: delta_problem(2, 6, 40, 72, 3, dtype),
-    ),
-    "lfm2-1.2b": (
-        gated_short_conv,
-        reference_gated_short_conv,
-        lambda dtype: short_conv_problem(2048, 3, dtype, bias=False),
-    ),
-    "short-conv": (
-        gated_short_conv,
-        reference_gated_short_conv,
-        lambda dtype: short_conv_problem(200, 5, dtype, bias=True),
-    ),
-    "granite-4-tiny": (
-        state_space,
-        reference_state_space,
-        lambda dtype: state_space_problem(48, 64, 1, 128, 4, dtype, bias=True),
-    ),
-    "state-space": (
-        state_space,
-        reference_state_space,
-        lambda dtype: state_space_problem(6, 20, 3, 24, 4, dtype, bias=False, limits=(0.1, 2.0)),
+    "state-space": partial(
+        state_space, heads=(6, 3), dims=(20, 24), has_bias=False, limits=(0.1, 2.0)
     ),
 }
 EACH = pytest.mark.parametrize("sizes", SIZES)
 
 
+def problem_of(sizes: str, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    return SIZES[sizes](NUM_ROWS, NUM_SLOTS, dtype=dtype, seed=1).to(CUDA)
+
+
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_results_are_those_of_the_reference(sizes: str, dtype: torch.dtype) -> None:
-    op, reference, problem = SIZES[sizes]
-    tolerance = max(2e-4, torch.finfo(dtype).eps)
-    check(op, reference, problem(dtype).to(CUDA), MIXED, tolerance)
+    problem = problem_of(sizes, dtype)
+    check(problem, RUN[problem.op], max(2e-4, torch.finfo(dtype).eps))
 
 
 @EACH
 def test_chunks_have_the_bits_of_the_whole(sizes: str) -> None:
-    op, _, problem = SIZES[sizes]
-    check_chunks(op, problem(torch.bfloat16).to(CUDA), (17, 1, 3, 31, 1))
+    problem = problem_of(sizes)
+    check_chunks(problem, RUN[problem.op], (17, 1, 3, 31, 1))
 
 
 @EACH
 def test_a_second_run_has_the_same_bits(sizes: str) -> None:
     """States are read and written in place by programs that run at the same time."""
-    op, _, problem = SIZES[sizes]
-    made = problem(torch.bfloat16).to(CUDA)
-    expected = run(op, made, MIXED)
+    problem = problem_of(sizes)
+    step = problem.step(MIXED, slice(0, sum(each.tokens for each in MIXED)))
+    expected = step.run(RUN[problem.op])
     for _ in range(20):
-        found = run(op, made, MIXED)
-        assert torch.equal(found.out, expected.out)
-        for one, other in zip(found.states, expected.states, strict=True):
-            assert torch.equal(one[1:], other[1:])
+        assert step.run(RUN[problem.op]).equals(expected)
 
 
 @EACH
 def test_a_captured_call_follows_the_sequences(sizes: str) -> None:
     """Launches depend on shapes alone, so a replay serves steps of other lengths and slots."""
-    op, _, problem = SIZES[sizes]
-    made = problem(torch.bfloat16).to(CUDA)
-    decodes: list[Row] = [(1, (0, slot, 0, 0)) for slot in range(1, len(MIXED) + 1)]
-    starts, slots = (tensor.to(CUDA) for tensor in step_tensors(decodes))
-    states = tuple(state.clone() for state in made.states)
+    problem = problem_of(sizes)
+    static = problem.step(DECODES)
+    static = static.having(**{name: static[name].clone() for name in ("conv_state", "state")})
 
     def call() -> Tensor:
-        return op(*made.tokens, *made.weights, *states, starts, slots, *made.options)
+        return RUN[problem.op](*(static.arguments[name] for name in static.names))
 
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
-    for rows in (MIXED, decodes, [(80, (1, 1, 2, 40)), *[(0, (0, 0, 0, 0))] * (len(MIXED) - 1)]):
-        for target, source in zip((starts, slots), step_tensors(rows), strict=True):
-            target.copy_(source)
-        for target, source in zip(states, made.states, strict=True):
-            target.copy_(source)
+    absent = [SequenceStep(0, 0, 0)] * (len(MIXED) - 1)
+    for sequences in (MIXED, DECODES, [SequenceStep(80, 1, 1, 2, 40), *absent]):
+        step = problem.step(sequences)
+        for name in ("query_start_loc", "state_slots", "conv_state", "state"):
+            static[name].copy_(step[name])
         result.fill_(torch.nan)
         graph.replay()
-        num_tokens = int(starts[-1])
-        expected = run(op, made, rows, padding=len(result) - num_tokens)
+        expected = step.run(RUN[problem.op])
         assert torch.equal(result, expected.out)
-        for one, other in zip(states, expected.states, strict=True):
-            assert torch.equal(one[1:], other[1:])
+        assert expected.equals(replace(expected, **{n: static[n] for n in ("conv_state", "state")}))

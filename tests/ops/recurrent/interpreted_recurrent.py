@@ -5,37 +5,68 @@ pytest collects no file of this name: test_interpreted_kernels.py runs it with T
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ostinato.models.config.recurrent_spec import DeltaSpec, RecurrentSpec, StateSpaceSpec
 from ostinato.models.sharding import WHOLE
 from ostinato.ops.recurrent import triton_convolution
-from ostinato.ops.recurrent.delta_rule import reference_gated_delta_rule
-from ostinato.ops.recurrent.short_conv import reference_gated_short_conv
-from ostinato.ops.recurrent.state_space import reference_state_space
 from ostinato.ops.recurrent.triton_delta_rule import delta_rule_on_cuda
 from ostinato.ops.recurrent.triton_short_conv import short_conv_on_cuda
 from ostinato.ops.recurrent.triton_state_space import state_space_on_cuda
 from tests.live_bytes import LiveBytes
-from tests.ops.recurrent.compared_kernels import (
+from tests.ops.recurrent.recurrent_problems import (
     MIXED,
+    NUM_ROWS,
+    NUM_SLOTS,
     Op,
     Problem,
-    Row,
+    SequenceStep,
     check,
     check_chunks,
-    delta_problem,
-    run,
-    short_conv_problem,
-    state_space_problem,
-    step_tensors,
+    delta_rule,
+    short_conv,
+    state_space,
 )
 
 SLOW = pytest.mark.slow
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 INFINITY = float("inf")
 CHUNKS = (1, 5, 2, 9)
+STATES = ("conv_state", "state")
+
+
+def delta_problem(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> Problem:
+    """Sizes: heads of keys, heads of values, their sizes, and the width of the convolution."""
+    heads, dims, width = sizes[:2], sizes[2:4], sizes[4]
+    return delta_rule(NUM_ROWS, NUM_SLOTS, heads=heads, dims=dims, width=width, dtype=dtype)
+
+
+def conv_problem(channels: int, width: int, has_bias: bool, dtype: torch.dtype) -> Problem:
+    sizes = {"channels": channels, "width": width}
+    return short_conv(NUM_ROWS, NUM_SLOTS, **sizes, has_bias=has_bias, dtype=dtype)
+
+
+def space_problem(
+    sizes: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    has_bias: bool = True,
+    limits: tuple[float, float] = (0.0, INFINITY),
+) -> Problem:
+    """Sizes: heads, groups, the size of a head, of a state, and the width of the convolution."""
+    heads, dims, width = sizes[:2], sizes[2:4], sizes[4]
+    return state_space(
+        NUM_ROWS,
+        NUM_SLOTS,
+        heads=heads,
+        dims=dims,
+        width=width,
+        has_bias=has_bias,
+        limits=limits,
+        dtype=dtype,
+    )
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -54,8 +85,7 @@ def tolerance(dtype: torch.dtype) -> float:
     ],
 )
 def test_delta_rule(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    problem = delta_problem(*sizes, dtype)
-    check(delta_rule_on_cuda, reference_gated_delta_rule, problem, MIXED, tolerance(dtype))
+    check(delta_problem(sizes, dtype), delta_rule_on_cuda, tolerance(dtype))
 
 
 @pytest.mark.parametrize(
@@ -68,18 +98,17 @@ def test_delta_rule(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -
     ],
 )
 def test_short_conv(channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
-    problem = short_conv_problem(channels, width, dtype, bias=bias)
-    check(short_conv_on_cuda, reference_gated_short_conv, problem, MIXED, tolerance(dtype))
+    check(conv_problem(channels, width, bias, dtype), short_conv_on_cuda, tolerance(dtype))
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype", "bias", "limits"),
     [
-        ((2, 8, 1, 16, 4), FLOAT32, True, (0.0, INFINITY)),
-        ((4, 12, 2, 12, 4), BFLOAT16, False, (0.0, INFINITY)),  # two blocks of rows
-        ((3, 5, 3, 7, 2), FLOAT16, True, (0.3, 1.1)),
-        pytest.param((4, 24, 2, 40, 3), FLOAT32, True, (0.0, INFINITY), marks=SLOW),
-        pytest.param((2, 64, 1, 128, 4), BFLOAT16, True, (0.0, INFINITY), marks=SLOW),
+        ((2, 1, 8, 16, 4), FLOAT32, True, (0.0, INFINITY)),
+        ((4, 2, 12, 12, 4), BFLOAT16, False, (0.0, INFINITY)),  # two blocks of rows
+        ((3, 3, 5, 7, 2), FLOAT16, True, (0.3, 1.1)),
+        pytest.param((4, 2, 24, 40, 3), FLOAT32, True, (0.0, INFINITY), marks=SLOW),
+        pytest.param((2, 1, 64, 128, 4), BFLOAT16, True, (0.0, INFINITY), marks=SLOW),
     ],
 )
 def test_state_space(
@@ -88,45 +117,41 @@ def test_state_space(
     bias: bool,
     limits: tuple[float, float],
 ) -> None:
-    problem = state_space_problem(*sizes, dtype, bias=bias, limits=limits)
-    check(state_space_on_cuda, reference_state_space, problem, MIXED, tolerance(dtype))
+    check(space_problem(sizes, dtype, bias, limits), state_space_on_cuda, tolerance(dtype))
 
 
 def test_chunks_have_the_bits_of_the_whole() -> None:
-    check_chunks(delta_rule_on_cuda, delta_problem(1, 2, 12, 8, 4, BFLOAT16), CHUNKS)
-    check_chunks(short_conv_on_cuda, short_conv_problem(24, 3, BFLOAT16, bias=True), CHUNKS)
-    problem = state_space_problem(2, 8, 1, 12, 4, BFLOAT16, bias=True)
-    check_chunks(state_space_on_cuda, problem, CHUNKS)
+    check_chunks(delta_problem((1, 2, 12, 8, 4), BFLOAT16), delta_rule_on_cuda, CHUNKS)
+    check_chunks(conv_problem(24, 3, True, BFLOAT16), short_conv_on_cuda, CHUNKS)
+    check_chunks(space_problem((2, 1, 8, 12, 4), BFLOAT16), state_space_on_cuda, CHUNKS)
 
 
 def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs of later tiles count the tiles of two sequences at once."""
     monkeypatch.setattr(triton_convolution, "_BLOCK_S", 2)
-    problem = short_conv_problem(5, 3, FLOAT32, bias=False)
-    check(short_conv_on_cuda, reference_gated_short_conv, problem, MIXED, tolerance(FLOAT32))
+    check(conv_problem(5, 3, False, FLOAT32), short_conv_on_cuda, tolerance(FLOAT32))
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_step_of_decodes(first: int) -> None:
     """Also a bucket with fewer sequences than rows: three rows of padding belong to none."""
-    rows: list[Row] = [(1, (slot if first else 0, slot, 0, 0)) for slot in range(1, 10)]
-    problem = delta_problem(1, 1, 4, 4, 4, FLOAT32)
-    check(delta_rule_on_cuda, reference_gated_delta_rule, problem, rows, tolerance(FLOAT32))
+    sequences = [SequenceStep(1, slot if first else 0, slot) for slot in range(1, 10)]
+    problem = delta_problem((1, 1, 4, 4, 4), FLOAT32)
+    check(problem, delta_rule_on_cuda, tolerance(FLOAT32), sequences)
 
 
 def test_steps_with_padding_only_and_without_rows() -> None:
-    absent: list[Row] = [(0, (0, 0, 0, 0))] * 2
+    absent = [SequenceStep(0, 0, 0)] * 2
     for op, problem in (
-        (delta_rule_on_cuda, delta_problem(1, 1, 4, 4, 4, FLOAT32)),
-        (short_conv_on_cuda, short_conv_problem(4, 3, FLOAT32, bias=False)),
-        (state_space_on_cuda, state_space_problem(1, 4, 1, 4, 4, FLOAT32, bias=True)),
+        (delta_rule_on_cuda, delta_problem((1, 1, 4, 4, 4), FLOAT32)),
+        (short_conv_on_cuda, conv_problem(4, 3, False, FLOAT32)),
+        (state_space_on_cuda, space_problem((1, 1, 4, 4, 4), FLOAT32)),
     ):
         for padding in (0, 20):
-            found = run(op, problem, absent, padding=padding)
+            found = problem.step(absent, slice(0, padding)).run(op)
             assert len(found.out) == padding
             assert (found.out == 0).all()
-            for one, before in zip(found.states, problem.states, strict=True):
-                assert torch.equal(one.nan_to_num(), before.nan_to_num())
+            assert found.equals(replace(found, **{name: problem[name] for name in STATES}))
 
 
 DELTA = DeltaSpec(layers=(True,), num_k_heads=1, num_v_heads=2, k_dim=12, v_dim=8, conv_width=4)
@@ -147,42 +172,34 @@ SPACE = StateSpaceSpec(
 @pytest.mark.parametrize(
     ("op", "problem", "spec"),
     [
-        (delta_rule_on_cuda, delta_problem(1, 2, 12, 8, 4, BFLOAT16), DELTA),
-        (state_space_on_cuda, state_space_problem(2, 8, 1, 12, 4, BFLOAT16, bias=True), SPACE),
+        (delta_rule_on_cuda, delta_problem((1, 2, 12, 8, 4), BFLOAT16), DELTA),
+        (state_space_on_cuda, space_problem((2, 1, 8, 12, 4), BFLOAT16), SPACE),
     ],
 )
 def test_the_memory_plan_counts_what_is_between_kernels(
     op: Op, problem: Problem, spec: RecurrentSpec
 ) -> None:
-    starts, slots = step_tensors(MIXED)
-    num_tokens = int(starts[-1])
-    tokens = [tensor[:num_tokens] for tensor in problem.tokens]
+    num_tokens = sum(each.tokens for each in MIXED)
+    step = problem.step(MIXED, slice(0, num_tokens))
+    arguments = [step.arguments[name] for name in step.names]
     with LiveBytes() as live:
-        op(*tokens, *problem.weights, *problem.states, starts, slots, *problem.options)
-    projected = sum(tensor.shape[1] * 2 for tensor in tokens)
-    counted = spec.step_bytes(2, WHOLE, is_cpu=False) - projected
-    assert live.peak == num_tokens * counted
+        op(*arguments)
+    projected = sum(2 * step[name].shape[1] for name in step.per_row)
+    assert live.peak == num_tokens * (spec.step_bytes(2, WHOLE, is_cpu=False) - projected)
 
 
 def test_small_steps_keep_their_relative_size() -> None:
     """softplus of a very negative number is about its exponential, not 0."""
-    problem = state_space_problem(2, 8, 1, 8, 4, FLOAT32, bias=True)
-    dt_bias = problem.weights[3]
-    assert dt_bias is not None
-    weights = (*problem.weights[:3], dt_bias - 14, *problem.weights[4:])
-    small = problem._replace(weights=weights)
-    found = run(state_space_on_cuda, small, [(4, (0, 1, 0, 0))])
-    expected = run(reference_state_space, small, [(4, (0, 1, 0, 0))])
-    torch.testing.assert_close(found.states[1][1], expected.states[1][1], atol=0.0, rtol=1e-4)
+    problem = space_problem((2, 1, 8, 8, 4), FLOAT32)
+    small = problem.having(dt_bias=problem["dt_bias"] - 14)
+    step = small.step([SequenceStep(4, 0, 1)], slice(0, 4))
+    found, expected = step.run(state_space_on_cuda), step.run()
+    torch.testing.assert_close(found.state[1], expected.state[1], atol=0.0, rtol=1e-4)
 
 
 def test_strides_are_checked() -> None:
-    problem = short_conv_problem(4, 3, FLOAT32, bias=False)
-    turned = problem.tokens[0].T.contiguous().T
-    with pytest.raises(ValueError, match="gated_short_conv: the rows of bcx must be contiguous"):
-        run(short_conv_on_cuda, problem._replace(tokens=(turned,)), MIXED)
-    weight = problem.weights[0]
-    assert weight is not None
-    weights = (weight.T.contiguous().T, None)
-    with pytest.raises(ValueError, match="gated_short_conv: conv_weight must be contiguous"):
-        run(short_conv_on_cuda, problem._replace(weights=weights), MIXED)
+    problem = conv_problem(4, 3, False, FLOAT32).step(MIXED)
+    for name, text in (("bcx", "the rows of bcx"), ("conv_weight", "conv_weight")):
+        turned = problem.having(**{name: problem[name].T.contiguous().T})
+        with pytest.raises(ValueError, match=f"gated_short_conv: {text} must be contiguous"):
+            turned.run(short_conv_on_cuda)
