@@ -58,9 +58,13 @@ class CheckpointLayout:
 
     def of_checkpoint(self, names: Iterable[str]) -> CheckpointLayout:
         """The layout of a checkpoint that has tensors or modules of these names."""
-        if self.can_be_apart and any(_ONE_EXPERT.search(name) for name in names):
-            return replace(self, stacked=())
-        return self
+        if not self.can_be_apart:
+            return self
+        # Layers that are not used may store their experts in the other way.
+        apart = (name for name in names if _ONE_EXPERT.search(name))
+        if all(any(re.search(one, name) for one in self.ignored) for name in apart):
+            return self
+        return replace(self, stacked=())
 
     def without(self, *patterns: str) -> CheckpointLayout:
         """The same layout, with further tensors that are not used."""

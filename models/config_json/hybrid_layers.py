@@ -18,9 +18,15 @@ from ostinato.models.config_json.hf_fields import (
     refuse_other_values,
 )
 
-__all__ = ("read_gated_delta_config", "read_lfm2_config", "recurrent_layers")
+__all__ = (
+    "read_conv_width",
+    "read_gated_delta_config",
+    "read_lfm2_config",
+    "recurrent_layers",
+)
 
 _ATTENTION, _CONVOLUTION, _DELTA = "full_attention", "conv", "linear_attention"
+_WIDTHS = range(2, 17)  # of the convolutions that the CPU kernels compute
 _GATED_DELTA_KEYS = DecoderKeys(rotary_fraction=0.25)
 _LFM2_KEYS = DecoderKeys(norm_eps="norm_eps", default_norm_eps=1e-5, rope_theta=1_000_000.0)
 
@@ -44,6 +50,18 @@ def recurrent_layers(kinds: object, recurrent: str, num_layers: int) -> tuple[bo
             "without attention has no KV cache and is not supported"
         )
     return tuple(kind == recurrent for kind in kinds)
+
+
+def read_conv_width(hf_config: HFConfig, key: str, default: int) -> int:
+    """The width of a mixer's convolution, in tokens.
+
+    Raises:
+        ValueError: the kernels do not support it.
+    """
+    width = read_integer(hf_config, key, default=default)
+    if width not in _WIDTHS:
+        raise ValueError(f"config.json: {key}={width} must be from {_WIDTHS[0]} to {_WIDTHS[-1]}")
+    return width
 
 
 def read_gated_delta_config(hf_config: HFConfig, generation_config: HFConfig | None) -> ModelConfig:
@@ -76,7 +94,7 @@ def read_gated_delta_config(hf_config: HFConfig, generation_config: HFConfig | N
         num_v_heads=read_integer(hf_config, "linear_num_value_heads", default=32),
         k_dim=read_integer(hf_config, "linear_key_head_dim", default=128),
         v_dim=read_integer(hf_config, "linear_value_head_dim", default=128),
-        conv_width=read_integer(hf_config, "linear_conv_kernel_dim", default=4, at_least=2),
+        conv_width=read_conv_width(hf_config, "linear_conv_kernel_dim", 4),
     )
     if recurrent.num_v_heads % recurrent.num_k_heads:
         raise ValueError(
@@ -131,7 +149,7 @@ def read_lfm2_config(
     recurrent = ShortConvSpec(
         layers=recurrent_layers(kinds, _CONVOLUTION, config.num_layers),
         channels=size,
-        conv_width=read_integer(hf_config, "conv_L_cache", default=3, at_least=2),
+        conv_width=read_conv_width(hf_config, "conv_L_cache", 3),
         has_bias=bool(hf_config.get("conv_bias", False)),
     )
     inner = config.intermediate_size

@@ -9,6 +9,7 @@ from typing import Any
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.recurrent_spec import StateSpaceSpec
 from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
+from ostinato.models.config_json.hybrid_layers import read_conv_width
 
 __all__ = ("read_state_space",)
 
@@ -35,7 +36,7 @@ def read_state_space(
         return None
     num_heads = read_integer(hf_config, "mamba_n_heads", default=128)
     num_groups = read_integer(hf_config, "mamba_n_groups", default=1)
-    conv_width = read_integer(hf_config, "mamba_d_conv", default=4, at_least=2)
+    conv_width = read_conv_width(hf_config, "mamba_d_conv", 4)
     inner = read_integer(hf_config, "mamba_expand", default=2)
     inner *= read_integer(hf_config, "hidden_size")
     head_dim = inner // num_heads

@@ -42,7 +42,8 @@ def model_with_tower(name: str) -> Any:
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
     """Store the experts of each layer as two tensors, as the published checkpoints do."""
-    layers = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
+    names = [name for name in tensors if ".experts." in name and not name.startswith("mtp.")]
+    layers = {name.split(".experts.")[0] for name in names}
     for layer in layers:
         parts: dict[str, list[torch.Tensor]] = {}
         for part in ("gate_proj", "up_proj", "down_proj"):
@@ -65,7 +66,8 @@ def test_the_decoder_computes_the_logits_of_texts(
     tensors = load_file(file)
     assert any(one.startswith("model.language_model.layers.") for one in tensors)
     assert any(one.startswith("model.visual.") for one in tensors)
-    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.zeros(2, 2)
+    for one in ("self_attn.q_proj", "mlp.experts.0.gate_proj"):
+        tensors[f"mtp.layers.0.{one}.weight"] = torch.zeros(2, 2)
     if is_stacked:
         stack_experts(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
