@@ -79,6 +79,12 @@ class StateSlots:
         return self._pool.num_free
 
     @property
+    def num_unused(self) -> int:
+        """Slots that can be taken when the next step is planned. O(sequences of a step)."""
+        counts = Counter(self._leaving).items()
+        return self.num_free + sum(self._pool.ref_count(slot) == count for slot, count in counts)
+
+    @property
     def num_leaving(self) -> int:
         """Slots that can become free when the next step is planned, at most."""
         return len(self._leaving)
