@@ -387,7 +387,7 @@ class Engine:
             num_blocks=cache.num_blocks if self.model.has_kv_cache else 0,
             num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
             num_state_slots=0 if states is None else states.num_slots,
-            num_free_state_slots=0 if states is None else states.num_free,
+            num_free_state_slots=0 if states is None else states.num_unused,
             num_steps=counters.num_steps,
             steps_by_kind=executor.steps_by_kind,
             layers_by_program=executor.layers_by_program,

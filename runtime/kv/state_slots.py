@@ -14,6 +14,9 @@ blocks. A checkpoint has no reference of its own. The least recently used one is
   shorter prefix only (Marconi, arXiv:2411.19379). So the next request with this prefix finds both.
 - A decode makes one when it fills a unit. Then the one before it in the same answer is dropped.
 
+A running sequence needs a second slot where it reads a checkpoint. While a sequence waits for a
+slot, the others leave one free: they overwrite checkpoints of their own, and make none in a chunk.
+
 A step reads states before other rows of the step have written theirs. So states that a step writes
 are found from the next step on. A slot that a step reads is free for others from the next step on.
 """
@@ -67,6 +70,9 @@ class StateSlots:
         # being planned reads or writes, and that no sequence will read next.
         self._leaving: list[int] = []
         self._fresh: set[int] = set()  # checkpoints that the step being planned writes
+        # Slots that are left to a waiting sequence, in the next step and in the one being planned.
+        self._wanted = 0
+        self._reserved = 0
 
     @property
     def num_slots(self) -> int:
@@ -77,6 +83,12 @@ class StateSlots:
     def num_free(self) -> int:
         """Slots that can be taken. Checkpoints that no sequence holds count as free."""
         return self._pool.num_free
+
+    @property
+    def num_unused(self) -> int:
+        """Slots that can be taken when the next step is planned. O(sequences of a step)."""
+        counts = Counter(self._leaving).items()
+        return self.num_free + sum(self._pool.ref_count(slot) == count for slot, count in counts)
 
     @property
     def num_leaving(self) -> int:
@@ -94,6 +106,11 @@ class StateSlots:
             self._pool.free(self._leaving)
             self._leaving.clear()
         self._fresh.clear()
+        self._reserved, self._wanted = self._wanted, 0
+
+    def reserve(self) -> None:
+        """In the next step, leave a slot to a waiting sequence if the running ones can."""
+        self._wanted = 1
 
     def find(self, hashes: Sequence[BlockHash], num_units: int) -> FoundStates:
         """The longest prefix whose states are kept.
@@ -124,6 +141,7 @@ class StateSlots:
         """
         states = _states_of(table)
         assert not states.slot, f"{table!r} is admitted while it holds states"
+        self._reserved = 0
         if slot:
             self._pool.touch((slot,))
         states.slot, states.branch = slot, branch
@@ -266,11 +284,14 @@ class StateSlots:
     def _leave(self, slot: int) -> int:
         """A new slot for a sequence that reads `slot` in this step; the same one if none is free.
 
-        Then `slot` is a checkpoint that only this sequence holds. It is overwritten.
+        Then `slot` is a checkpoint that only this sequence holds. It is overwritten. So it is too
+        if the free slots are reserved.
         """
-        taken = self._pool.allocate(1)
+        is_own = slot != NULL_BLOCK_ID and self._pool.ref_count(slot) == 1
+        is_reserved = is_own and self._pool.num_free <= self._reserved
+        taken = None if is_reserved else self._pool.allocate(1)
         if taken is None:
-            assert self._pool.ref_count(slot) == 1, "the caller has made sure that there is room"
+            assert is_own, "the caller has made sure that there is room"
             self._pool.forget(slot)
             return slot
         if slot:
@@ -296,13 +317,14 @@ class StateSlots:
     def _keep(self, table: BlockTable, num_units: int) -> int:
         """A slot for a checkpoint that the step writes besides the last states; 0 = none.
 
-        There is none if lookups find these states already, or no slot is free.
+        There is none if lookups find these states already, or no slot is free and not reserved.
         """
         cached = self._pool.get_cached(table.hashes[num_units - 1])
         if cached is not None:
             self._pool.renew(cached)
             return NULL_BLOCK_ID
-        taken = self._pool.allocate(1)
+        is_reserved = self._pool.num_free <= self._reserved
+        taken = None if is_reserved else self._pool.allocate(1)
         if taken is None:
             return NULL_BLOCK_ID
         slot = taken[0]

@@ -91,6 +91,7 @@ class Admission:
         behind = queues.running[step.num_grown :]
         has_row = self._has_row(sequence)
         if not (has_row or behind):
+            self._reserve_slot()
             return None
         room = cache.num_free_blocks - step.num_grown
         if sequence is self._blocked and room <= self._blocked_room and not behind:
@@ -112,7 +113,18 @@ class Admission:
         if missing > 0:
             self._blocked = sequence
             self._blocked_room = cache.num_free_blocks - step.num_grown
+        else:
+            self._reserve_slot()
         return None
+
+    def _reserve_slot(self) -> None:
+        """Reserve a slot for states in the next step if the waiting sequence lacks only a slot.
+
+        Without it, running sequences could take every slot that becomes free for checkpoints.
+        """
+        states = self._cache.states
+        if states is not None and not states.num_free and self._queues.num_free_rows:
+            states.reserve()
 
     def _has_row(self, sequence: Sequence) -> bool:
         """Whether a row is free for a sequence, and a slot for its states."""

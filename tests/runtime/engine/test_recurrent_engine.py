@@ -58,7 +58,9 @@ def finish(llm: LLM) -> None:
     while llm._engine.has_work:
         llm._engine.step()
     llm._engine.check_integrity()
-    assert llm.stats().num_free_blocks == llm.stats().num_blocks
+    stats = llm.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_free_state_slots == stats.num_state_slots > 0
 
 
 @pytest.fixture(scope="module")

@@ -329,3 +329,25 @@ def test_reset_drops_checkpoints() -> None:
 def test_a_model_with_states_needs_a_slot() -> None:
     with pytest.raises(ValueError, match=r"at least one slot .* raise cache.state_slots"):
         KVCacheManager(8, 4, num_states=1)
+
+
+def test_a_reserved_slot_is_taken_only_by_an_admitted_sequence() -> None:
+    cache = Cache(2)
+    one = Running(cache, range(8))
+    assert one.step() == (0, 1, 2, 4)
+    one.append(50)
+    cache.slots.reserve()
+    assert one.step() == (1, 1, 0, 0)  # the checkpoint after the second unit is overwritten
+    assert cache.slots.num_free == 1
+    other = Running(cache, range(20, 29))
+    assert other.plan() == (0, 2, 0, 0)
+    cache.check_integrity(tables(one, other))
+
+
+def test_a_slot_that_the_last_step_left_is_unused() -> None:
+    cache = Cache(3)
+    one, other = Running(cache, range(8)), Running(cache, range(20, 29))
+    assert (one.step(), other.plan()) == ((0, 1, 2, 4), (0, 3, 0, 0))
+    assert (cache.slots.num_free, cache.slots.num_unused) == (0, 1)
+    cache.begin_step()
+    assert (cache.slots.num_free, cache.slots.num_unused) == (1, 1)

@@ -154,6 +154,22 @@ def test_a_waiting_sequence_takes_the_slot_of_one_behind_it() -> None:
     assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
 
 
+def test_decodes_leave_a_slot_to_a_waiting_sequence() -> None:
+    """In each step a quarter of the decodes reads a checkpoint, and could write to a new slot."""
+    requests = [
+        make_request(f"r{index}", [100 * index + at for at in range(5 + index % 4)])
+        for index in range(24)
+    ]
+    scheduler = make_scheduler(
+        *requests, num_blocks=400, max_num_seqs=24, max_num_batched_tokens=400, num_states=26
+    )
+    for _ in range(12):
+        output = must_schedule(scheduler)
+        scheduler.update(output, StepResult([30] * output.num_seqs))
+        scheduler.check_integrity()
+    assert (scheduler.num_running, scheduler.num_preemptions) == (24, 0)
+
+
 def free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot that a sequence leaves can be written in the same step."""
     original = StateSlots._leave
