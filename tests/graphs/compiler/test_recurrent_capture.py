@@ -41,6 +41,7 @@ MIXERS: list[RecurrentSpec] = [
         has_conv_bias=True,
         has_bias=False,
         step_limits=(0.0, float("inf")),
+        norm_eps=1e-6,
     ),
 ]
 STEPS: list[tuple[list[tuple[int, list[int]]], list[tuple[int, ...]]]] = [
