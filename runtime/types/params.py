@@ -360,6 +360,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # several, or the logits of a model whose config says so.
     classify: bool = False
 
+    def __post_init__(self) -> None:
+        # msgspec checks types only when it makes a struct from something else.
+        _check(self.kind in set(PoolingKind), "kind", "mean, last or cls", self.kind)
+        msgspec.structs.force_setattr(self, "kind", PoolingKind(self.kind))
+
     @property
     def needs_all_tokens(self) -> bool:
         """Whether every token must be computed, because cached tokens have no hidden state."""

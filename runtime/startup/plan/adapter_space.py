@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.adapter_slots import AdapterSpace
@@ -23,22 +24,21 @@ def adapter_space(config: EngineConfig, model: ModelConfig) -> AdapterSpace | No
         return None
     inputs = "images" if model.vision is not None else "audio"
     if model.vision is not None or model.audio is not None or model.sound is not None:
-        raise StartupError(
-            f"lora.max_adapters={lora.num_slots}, but {model.architecture} takes {inputs}, and "
-            "such models have no adapters; merge the adapter into the checkpoint, and leave the "
-            "section lora at its defaults"
-        )
+        raise _refusal(lora, model, f"takes {inputs}", "such models have no adapters")
     if model.recurrent is not None:
-        raise StartupError(
-            f"lora.max_adapters={lora.num_slots}, but {model.architecture} has recurrent layers, "
-            "and such models have no adapters; merge the adapter into the checkpoint, and leave "
-            "the section lora at its defaults"
-        )
+        raise _refusal(lora, model, "has recurrent layers", "such models have no adapters")
     if not issubclass(class_of(model), Decoder):
         how = "runs through transformers" if model.kind.generates else "is an encoder"
-        raise StartupError(
-            f"lora.max_adapters={lora.num_slots}, but {model.architecture} {how}, and only native "
-            "decoders take adapters; merge the adapter into the checkpoint, and leave the section "
-            "lora at its defaults"
-        )
+        raise _refusal(lora, model, how, "only native decoders take adapters")
     return AdapterSpace(num_slots=lora.num_slots, max_rank=lora.max_rank)
+
+
+def _refusal(lora: LoraConfig, model: ModelConfig, how: str, rule: str) -> StartupError:
+    asked = f"lora.max_adapters={lora.max_adapters}"
+    if lora.max_adapters is None:
+        names = ", ".join(f"{name}: {path}" for name, path in lora.adapters.items())
+        asked = f"lora.adapters={{{names}}}" if names else "lora.allow_runtime_loading=true"
+    return StartupError(
+        f"{asked}, but {model.architecture} {how}, and {rule}; merge the adapter into the "
+        "checkpoint, and leave the section lora at its defaults"
+    )

@@ -170,6 +170,12 @@ def demo_states():
     return compute
 
 
+def test_the_kind_can_be_a_plain_text():
+    assert PoolingParams(kind="mean").needs_all_tokens  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kind must be mean, last or cls, got 'max'"):
+        PoolingParams(kind="max")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", list(PoolingKind))
 def test_a_long_prompt_in_chunks(demo, demo_states, kind):
     draw = random.Random(3)

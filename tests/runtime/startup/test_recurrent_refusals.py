@@ -89,6 +89,8 @@ def test_copies_of_blocks(words: str) -> None:
 def test_adapters() -> None:
     with pytest.raises(StartupError, match=r"lora\.max_adapters=2, but .* has recurrent layers"):
         open_model(config_of("lora.max_adapters=2"))
+    with pytest.raises(StartupError, match=r"lora\.adapters=\{one: some/dir\}, but .* recurrent"):
+        open_model(config_of("lora.adapters={one: some/dir}"))
 
 
 def test_quantising_a_checkpoint(tmp_path: Path) -> None:
