@@ -24,7 +24,7 @@ from ostinato.models.config.recurrent_spec import RecurrentSpec
 from ostinato.models.config.vision_config import VisionConfig
 from ostinato.models.kv_cache import KVCacheSpec, RecurrentCache
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
-from ostinato.models.sharding import WHOLE, Shard, why_indivisible
+from ostinato.models.sharding import WHOLE, Shard, Span, why_indivisible
 from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import Rope
@@ -118,9 +118,13 @@ class ModelConfig:
     @property
     def attention_windows(self) -> tuple[int, ...]:
         """The `sliding_windows` of the layers with attention."""
+        return self._attention_windows(Span.of(self.num_layers))
+
+    def _attention_windows(self, layers: Span) -> tuple[int, ...]:
+        stage = slice(layers.start, layers.start + layers.size)
         if self.recurrent is None:
-            return self.sliding_windows
-        pairs = zip(self.sliding_windows, self.recurrent.layers, strict=True)
+            return self.sliding_windows[stage]
+        pairs = zip(self.sliding_windows[stage], self.recurrent.layers[stage], strict=True)
         return tuple(window for window, is_recurrent in pairs if not is_recurrent)
 
     @property
@@ -223,18 +227,16 @@ class ModelConfig:
             shard: the rank whose heads and layers are cached.
             groups: those of the whole model, with the same windows.
         """
-        activation_dtype = activation_dtype or dtype
         layers = shard.layers(self.num_layers)
         num_kv_heads = shard.kv_heads(self.num_kv_heads).size if self.kind.needs_kv_cache else 0
-        windows = self.sliding_windows[layers.start : layers.start + layers.size]
-        recurrent = None
+        windows, recurrent = self._attention_windows(layers), None
         if self.recurrent is not None:
-            mask = self.recurrent.layers[layers.start : layers.start + layers.size]
-            pairs = zip(windows, mask, strict=True)
-            windows = tuple(window for window, is_recurrent in pairs if not is_recurrent)
             shapes = self.recurrent.shapes(shard)
             recurrent = RecurrentCache(
-                layers=mask, conv=shapes.conv, state=shapes.state, conv_dtype=activation_dtype
+                layers=self.recurrent.layers[layers.start : layers.start + layers.size],
+                conv=shapes.conv,
+                state=shapes.state,
+                conv_dtype=activation_dtype or dtype,
             )
         return KVCacheSpec(
             num_layers=len(windows),

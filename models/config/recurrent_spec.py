@@ -50,11 +50,11 @@ class DeltaSpec:
             shard: the rank.
             is_cpu: the CPU kernels are used. Those of a GPU also have float32 results between them.
         """
-        heads = shard.span(self.num_v_heads, "linear_num_value_heads").size
-        keys = shard.span(self.num_k_heads, "linear_num_key_heads").size * self.k_dim
+        shapes = self.shapes(shard)
+        heads, channels = shapes.state[0], shapes.conv[1]
         values = heads * self.v_dim
-        floats = 0 if is_cpu else 2 * (keys + values + heads)
-        return (2 * keys + 3 * values + 2 * heads) * itemsize + 4 * floats
+        floats = 0 if is_cpu else channels + values + 2 * heads
+        return (channels + 2 * values + 2 * heads) * itemsize + 4 * floats
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
@@ -87,7 +87,7 @@ class ShortConvSpec:
 
     def step_bytes(self, itemsize: int, shard: Shard, *, is_cpu: bool) -> int:
         """As `DeltaSpec.step_bytes`. All devices have only the projection and the result."""
-        return 4 * shard.span(self.channels, "hidden_size").size * itemsize
+        return 4 * self.shapes(shard).conv[1] * itemsize
 
     def shapes(self, shard: Shard = WHOLE) -> StateShapes:
         """What a layer keeps for a sequence on one rank."""
@@ -122,8 +122,9 @@ class StateSpaceSpec:
 
     def step_bytes(self, itemsize: int, shard: Shard, *, is_cpu: bool) -> int:
         """See `DeltaSpec.step_bytes`."""
-        heads = shard.span(self.num_heads, "mamba_n_heads").size
-        channels, inner = self.shapes(shard).conv[1], heads * self.head_dim
+        shapes = self.shapes(shard)
+        heads, channels = shapes.state[0], shapes.conv[1]
+        inner = heads * self.head_dim
         floats = 0 if is_cpu else channels + 2 * heads + inner
         return (channels + 2 * inner + heads) * itemsize + 4 * floats
 
