@@ -61,8 +61,10 @@ _OF_QWEN3_5 = (
     *_OF_GATED_DELTA,
     Refused("rope_parameters.mrope_interleaved", False, "the axes of positions alternate"),
 )
-_OF_NESTED_GATED_DELTA = tuple(
-    one._replace(key=f"text_config.{one.key}") for one in _OF_GATED_DELTA
+_OF_QWEN3_5_IMAGES = (
+    *(one._replace(key=f"text_config.{one.key}") for one in _OF_QWEN3_5),
+    Refused("vision_config.in_channels", 1, _THREE_COLOURS),
+    Refused("vision_config.deepstack_visual_indexes", [1], "the class of transformers ignores it"),
 )
 _OF_LFM2 = (
     Refused("block_use_swiglu", False, _NO_MODEL),
@@ -170,10 +172,10 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     ),
     "Qwen3NextForCausalLM": _OF_GATED_DELTA,
     "Qwen3_5ForCausalLM": _OF_QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _OF_NESTED_GATED_DELTA,
+    "Qwen3_5ForConditionalGeneration": _OF_QWEN3_5_IMAGES,
     "Qwen3_5MoeForCausalLM": (*_OF_QWEN3_5, Refused("norm_topk_prob", False, _NO_MODEL)),
     "Qwen3_5MoeForConditionalGeneration": (
-        *_OF_NESTED_GATED_DELTA,
+        *_OF_QWEN3_5_IMAGES,
         Refused("text_config.norm_topk_prob", False, _NO_MODEL),
     ),
     "Qwen3VLForConditionalGeneration": (

@@ -1,4 +1,4 @@
-"""The names of the towers' tensors in checkpoints of LLaVA, Gemma 3, Pixtral and Mistral 3."""
+"""The names of the towers' tensors in checkpoints of LLaVA, Gemma 3, Pixtral, Mistral 3 and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 
-__all__ = ("SIGLIP_NAMES", "TOWER", "with_names_of", "with_projector")
+__all__ = ("SIGLIP_NAMES", "TOWER", "with_names_of", "with_projector", "with_qwen3_tower")
 
 SIGLIP_NAMES = (
     ("vision.blocks.", "vision_tower.encoder.layers."),
@@ -41,6 +41,25 @@ def with_projector(decoder: CheckpointLayout) -> CheckpointLayout:
         renamed=(*decoder.renamed, ("vision.projector.", "multi_modal_projector.")),
         merged=(*decoder.merged, ("qkv", ("q_proj", "k_proj", "v_proj"))),
         tower=(TOWER, r"(^|\.)multi_modal_projector\."),
+    )
+
+
+def with_qwen3_tower(decoder: CheckpointLayout) -> CheckpointLayout:
+    """The layout of a model with this decoder and the tower of Qwen3-VL, as in Qwen3.5 too."""
+    return replace(
+        decoder,
+        prefixes=("model.language_model.", "model.", "language_model.", "model."),
+        unprefixed=("visual.",),
+        tower=(r"(^|\.)visual\.",),
+        renamed=(
+            *decoder.renamed,
+            ("vision.", "visual."),
+            ("visual.patch_embed.", "visual.patch_embed.proj."),
+            ("visual.position_embedding", "visual.pos_embed.weight"),
+            ("visual.deep_mergers.", "visual.deepstack_merger_list."),
+            (".fc1.", ".linear_fc1."),
+            (".fc2.", ".linear_fc2."),
+        ),
     )
 
 

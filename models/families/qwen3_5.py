@@ -1,25 +1,35 @@
-"""Qwen3.5 for texts (Alibaba 2026): gated delta nets in three of four layers, gated attention"""
+"""Qwen3.5 (Alibaba 2026): gated delta nets in three of four layers, gated attention, images"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ostinato.models.checkpoints.row_orders import gated_queries
+from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hybrid_layers import read_gated_delta_config
-from ostinato.models.config_json.nested_fields import read_text_config, take_sections
+from ostinato.models.config_json.nested_fields import (
+    interleaved_axes,
+    read_text_config,
+    take_sections,
+)
 from ostinato.models.config_json.text_defaults import QWEN3_5_TEXT
+from ostinato.models.config_json.towers.qwen_tower_fields import read_qwen3_5_vision
 from ostinato.models.decoder import Decoder
 from ostinato.models.families.qwen3_next import QWEN3_NEXT_LAYOUT
 from ostinato.models.layers.linear_layers import BuildOptions
+from ostinato.models.step_tensors import GridTensors
 
-__all__ = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "read_qwen3_5_config")
+__all__ = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "read_qwen3_5_config",
+    "with_qwen3_5_vision",
+)
 
 _SECTIONS = (11, 11, 10)  # pairs of a head for each axis of a position
 _LAYOUT = replace(
     QWEN3_NEXT_LAYOUT,
-    # Of checkpoints with a vision tower, the tower is not used.
-    prefixes=("model.language_model.", "model.", "language_model.", "model."),
     renamed=tuple(
         (ours, theirs)
         for ours, theirs in QWEN3_NEXT_LAYOUT.renamed
@@ -30,12 +40,11 @@ _LAYOUT = replace(
         ("in_proj", ("in_proj_qkv",) * 3 + ("in_proj_z",)),
         ("gates", ("in_proj_b", "in_proj_a")),
     ),
-    ignored=(*QWEN3_NEXT_LAYOUT.ignored, r"(^|\.)visual\."),
 )
 
 
 def read_qwen3_5_config(hf_config: HFConfig, generation_config: HFConfig | None) -> ModelConfig:
-    """The configuration of a decoder of Qwen3.5, but not its experts.
+    """The configuration of a decoder of Qwen3.5 for texts, but not its experts.
 
     A token of a text has the same position on all axes. So the sections of M-RoPE have no effect.
 
@@ -44,6 +53,16 @@ def read_qwen3_5_config(hf_config: HFConfig, generation_config: HFConfig | None)
     """
     text, _ = take_sections(hf_config, _SECTIONS, is_interleaved=True)
     return read_gated_delta_config(text, generation_config)
+
+
+def with_qwen3_5_vision(config: ModelConfig, hf_config: HFConfig, text: HFConfig) -> ModelConfig:
+    """The configuration of a decoder, whose keys are `text`, with the tower of its checkpoint."""
+    _, sections = take_sections(text, _SECTIONS, is_interleaved=True)
+    return replace(
+        config,
+        vision=read_qwen3_5_vision(hf_config, config.hidden_size),
+        rope_axes=interleaved_axes(sections, config.rope),
+    )
 
 
 class Qwen3_5ForCausalLM(Decoder):
@@ -64,11 +83,14 @@ class Qwen3_5ForCausalLM(Decoder):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The decoder of a model with a vision tower; it takes texts."""
+    """The same with the vision tower of Qwen3-VL; the decoder reads the tower's last layer only."""
+
+    step_tensors = GridTensors
+    checkpoint_layout = with_qwen3_tower(_LAYOUT)
 
     @classmethod
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         text = read_text_config(hf_config, QWEN3_5_TEXT)
-        return super().read_config(text, generation_config)
+        return with_qwen3_5_vision(super().read_config(text, generation_config), hf_config, text)

@@ -1,16 +1,22 @@
-"""Qwen3.5 for texts with a mixture of experts (Alibaba 2026), such as Qwen3.5-35B-A3B"""
+"""Qwen3.5 with a mixture of experts (Alibaba 2026), such as Qwen3.5-35B-A3B; images too"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
 from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.text_defaults import QWEN3_5_MOE_TEXT
-from ostinato.models.families.qwen3_5 import Qwen3_5ForCausalLM, read_qwen3_5_config
+from ostinato.models.families.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    read_qwen3_5_config,
+    with_qwen3_5_vision,
+)
+from ostinato.models.step_tensors import GridTensors
 
 __all__ = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 
@@ -51,11 +57,14 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """The decoder of a model with a vision tower; it takes texts."""
+    """The same with the vision tower of Qwen3-VL; the decoder reads the tower's last layer only."""
+
+    step_tensors = GridTensors
+    checkpoint_layout = with_qwen3_tower(Qwen3_5MoeForCausalLM.checkpoint_layout)
 
     @classmethod
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         text = read_text_config(hf_config, QWEN3_5_MOE_TEXT)
-        return super().read_config(text, generation_config)
+        return with_qwen3_5_vision(super().read_config(text, generation_config), hf_config, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import refuse_other_values
 from ostinato.models.config_json.nested_fields import (
@@ -25,22 +26,10 @@ _SECTIONS = (24, 20, 20)
 _STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-_BASE = Qwen3ForCausalLM.checkpoint_layout  # that of Llama, as for Qwen3 with experts
+_TOWER = with_qwen3_tower(Qwen3ForCausalLM.checkpoint_layout)  # the same for Qwen3 with experts
 _LAYOUT = replace(
-    _BASE,
-    prefixes=("model.language_model.", "model.", "language_model.", "model."),
-    unprefixed=("visual.",),
-    tower=(r"(^|\.)visual\.",),
-    renamed=(
-        *_BASE.renamed,
-        ("vision.", "visual."),
-        ("visual.patch_embed.", "visual.patch_embed.proj."),
-        ("visual.position_embedding", "visual.pos_embed.weight"),
-        ("visual.deep_mergers.", "visual.deepstack_merger_list."),
-        (".fc1.", ".linear_fc1."),
-        (".fc2.", ".linear_fc2."),
-        *((f"{name}.weight", name) for name in _STACKS),
-    ),
+    _TOWER,
+    renamed=(*_TOWER.renamed, *((f"{name}.weight", name) for name in _STACKS)),
 )
 
 

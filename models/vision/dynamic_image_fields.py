@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ostinato.models.media.processor_fields import (
     read_areas,
@@ -25,7 +26,8 @@ from ostinato.models.vision.image_processor_fields import (
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 
 __all__ = (
-    "DYNAMIC_PATCH",
+    "QWEN_DEFAULTS",
+    "QwenDefaults",
     "read_dynamic_images",
 )
 
@@ -42,8 +44,28 @@ _DYNAMIC = {
     "Qwen2_5_VLImageProcessor": _QWEN,
     "Qwen3VLImageProcessor": _QWEN,
 }
-DYNAMIC_PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
-"""The edge of a patch in models whose vision_config does not state it."""
+
+
+class QwenDefaults(NamedTuple):
+    """What a config.json of this kind of model may leave out."""
+
+    patch_size: int  # edge of a patch
+    image_id: int = 151655
+    video_id: int = 151656
+    start_id: int = 151652
+    end_id: int = 151653
+
+
+_QWEN3_5 = QwenDefaults(16, 248056, 248057, 248053, 248054)
+QWEN_DEFAULTS = {
+    "qwen2_vl": QwenDefaults(14),
+    "qwen2_5_vl": QwenDefaults(14),
+    "qwen3_vl": QwenDefaults(16),
+    "qwen3_vl_moe": QwenDefaults(16),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+}
+"""`model_type` -> defaults."""
 
 _DYNAMIC_KEYS = {
     *COMMON_KEYS,
@@ -63,8 +85,9 @@ def read_dynamic_images(
     if not fields.flag("do_resize"):
         raise fields.refusal("do_resize", "it must be true, so that images consist of patches")
     tower = hf_config.get("vision_config") or {}
+    defaults = QWEN_DEFAULTS[hf_config["model_type"]]
     tower_edges = {
-        "patch_size": ("patch_size", DYNAMIC_PATCH[hf_config["model_type"]]),
+        "patch_size": ("patch_size", defaults.patch_size),
         "merge_size": ("spatial_merge_size", 2),
         "temporal_patch_size": ("temporal_patch_size", 2),
     }
@@ -78,11 +101,14 @@ def read_dynamic_images(
         raise fields.refusal("temporal_patch_size", "it must be 2")
     min_pixels, max_pixels = read_areas(fields)
     mean, std, rescale = read_colours(fields)
-    placeholder_id = read_placeholder(hf_config, 151655)
+    placeholder_id = read_placeholder(hf_config, defaults.image_id)
     placeholder = text_of_id(placeholder_id, "image_token_id", token_text)
     marks = [
         text_of_id(read_id(hf_config, key, default), key, token_text)
-        for key, default in (("vision_start_token_id", 151652), ("vision_end_token_id", 151653))
+        for key, default in (
+            ("vision_start_token_id", defaults.start_id),
+            ("vision_end_token_id", defaults.end_id),
+        )
     ]
     return ImageSpec(
         sizing=ImageSizing.dynamic,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ostinato.models.vision.dynamic_image_fields import DYNAMIC_PATCH, read_dynamic_images
+from ostinato.models.vision.dynamic_image_fields import QWEN_DEFAULTS, read_dynamic_images
 from ostinato.models.vision.fixed_image_fields import read_fixed_images
 from ostinato.models.vision.gemma3_image_fields import read_gemma3_images
 from ostinato.models.vision.image_processor_fields import HFConfig
@@ -30,7 +30,7 @@ _READERS = {
     "internvl": read_intern_images,
     "llava": read_fixed_images,
     "smolvlm": read_idefics_images,
-    **dict.fromkeys(DYNAMIC_PATCH, read_dynamic_images),
+    **dict.fromkeys(QWEN_DEFAULTS, read_dynamic_images),
 }
 
 
@@ -72,7 +72,7 @@ def read_image_spec(
             f"{', '.join((*_READERS, MISTRAL3))}"
         )
     video = None
-    if takes_videos and model_type in DYNAMIC_PATCH:
+    if takes_videos and model_type in QWEN_DEFAULTS:
         try:
             video = read_video_spec(
                 checkpoint_directory,

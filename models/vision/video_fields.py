@@ -21,6 +21,7 @@ from ostinato.models.media.processor_fields import (
     read_resample,
     text_of_id,
 )
+from ostinato.models.vision.dynamic_image_fields import QWEN_DEFAULTS
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import FRAMES_OF_PAIR, VideoSpec
 
@@ -63,6 +64,8 @@ _CLASS_OF = {
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
 }
 _TOKENS_PER_SECOND = 4  # of Qwen2.5-VL, if vision_config does not state it
 _KEYS = {
@@ -97,7 +100,7 @@ def read_video_spec(
         checkpoint_directory: has processor_config.json with the key `video_processor`,
             video_preprocessor_config.json or preprocessor_config.json; the first one that is there
             is read. Without any, all values are the defaults of the model's video processor.
-        hf_config: the parsed config.json of a model of the families Qwen2-VL to Qwen3-VL.
+        hf_config: the parsed config.json of a model of the families Qwen2-VL to Qwen3.5.
         images: how the model takes images. Frames are scaled and cut as images are.
         max_resized_pixels: the setting `video.max_resized_pixels`, which lowers the largest
             height * width of a resized frame; None = the area of 768 embeddings. That is the limit
@@ -114,10 +117,11 @@ def read_video_spec(
     fields.refuse_unknown(_KEYS)
     _check_frames(fields, images)
     min_pixels, max_pixels = _read_limits(name, fields)
-    placeholder_id = read_id(hf_config, "video_token_id", 151656)
+    defaults = QWEN_DEFAULTS[model_type]
+    placeholder_id = read_id(hf_config, "video_token_id", defaults.video_id)
     placeholder = text_of_id(placeholder_id, "video_token_id", token_text)
-    start_id = read_id(hf_config, "vision_start_token_id", 151652)
-    end_id = read_id(hf_config, "vision_end_token_id", 151653)
+    start_id = read_id(hf_config, "vision_start_token_id", defaults.start_id)
+    end_id = read_id(hf_config, "vision_end_token_id", defaults.end_id)
     marks = [
         text_of_id(start_id, "vision_start_token_id", token_text),
         text_of_id(end_id, "vision_end_token_id", token_text),
@@ -154,7 +158,7 @@ def read_video_spec(
         min_frames=fields.integer("min_frames"),
         max_frames=fields.integer("max_frames"),
         positions_per_second=_positions_per_second(hf_config),
-        states_times=model_type in ("qwen3_vl", "qwen3_vl_moe"),
+        states_times=_CLASS_OF[model_type] == _QWEN3,
     )
 
 

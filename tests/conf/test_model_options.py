@@ -76,7 +76,7 @@ KNOWN = {
     "qwen3-4b": (4_022_468_096, 40_960),
     "qwen3-8b": (8_190_735_360, 40_960),
     "qwen3-next-80b-a3b": (79_674_391_296, 262_144),
-    "qwen3.5-4b": (4_205_751_296, 262_144),  # without `UNUSED`
+    "qwen3.5-4b": (4_539_265_536, 262_144),
     "qwen3-vl-4b": (4_437_815_808, 262_144),
     "smolvlm-256m": (256_484_928, 8_192),
     "smollm3-3b": (3_075_098_624, 65_536),
@@ -101,10 +101,11 @@ TOWERS = {
     "qwen2.5-vl-3b": 668_684_288,
     "qwen2.5-vl-7b": 676_550_144,
     "qwen3-vl-4b": 415_347_712,
+    "qwen3.5-4b": 333_514_240,
 }
 
-# The last layer and the last norm of LLaVA's tower, and the tower of Qwen3.5, which are not used.
-UNUSED = {"llava-1.5-7b": 12_598_272, "qwen3.5-4b": 333_514_240}
+# The last layer and the last norm of LLaVA's tower are not used.
+UNUSED = {"llava-1.5-7b": 12_598_272}
 
 
 def zero_biases(config: ModelConfig) -> int:

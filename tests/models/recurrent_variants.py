@@ -91,9 +91,3 @@ RECURRENT = {
     "qwen3.5": Variant("qwen3_5_text", {**GATED_DELTA, "rope_parameters": MROPE}, "60KB"),
     "qwen3.5-moe": Variant("qwen3_5_moe_text", {**QWEN3_NEXT, "attention_bias": True}),
 }
-
-WITH_TOWER = {
-    "qwen3.5": "Qwen3_5ForConditionalGeneration",
-    "qwen3.5-moe": "Qwen3_5MoeForConditionalGeneration",
-}
-"""A variant -> the architecture of the model that has its decoder and a vision tower."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
@@ -17,9 +18,15 @@ from ostinato.models.config_json.towers.tower_fields import (
     tower_integers,
 )
 
-__all__ = ("read_qwen2_5_vision", "read_qwen2_vision", "read_qwen3_vision")
+__all__ = (
+    "read_qwen2_5_vision",
+    "read_qwen2_vision",
+    "read_qwen3_5_vision",
+    "read_qwen3_vision",
+)
 
 _QWEN_EPS = 1e-6  # of all norms; no config states it
+_DEEP = "deepstack_visual_indexes"
 
 
 def read_qwen2_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
@@ -90,20 +97,39 @@ def read_qwen3_vision(hf_config: HFConfig, output_size: int, num_layers: int) ->
         ValueError: as `read_qwen2_vision`; or the decoder has too few layers for the merged layers.
     """
     fields = tower_fields(hf_config)
-    stated = read_first(fields, PLACE + "deepstack_visual_indexes", default=(8, 16, 24))
-    deep = tower_integers("deepstack_visual_indexes", stated)
-    shared = _qwen_fields(fields, output_size, "out_hidden_size", depth=27, patch_size=16)
-    depth = shared["num_layers"]
+    config = _read_qwen3_tower(fields, output_size)
+    stated = read_first(fields, PLACE + _DEEP, default=(8, 16, 24))
+    deep, depth = tower_integers(_DEEP, stated), config.num_layers
     if len(set(deep)) < len(deep) or any(not 0 <= layer < depth for layer in deep):
         raise ValueError(
-            f"config.json: vision_config.deepstack_visual_indexes={list(deep)} must be different "
-            f"layers of the tower, 0 to {depth - 1}"
+            f"config.json: {PLACE}{_DEEP}={list(deep)} must be different layers of the tower, 0 to "
+            f"{depth - 1}"
         )
     if len(deep) >= num_layers:
         raise ValueError(
-            f"config.json: vision_config.deepstack_visual_indexes has {len(deep)} layers; a "
-            f"decoder of {num_layers} layers can have at most {num_layers - 1}"
+            f"config.json: {PLACE}{_DEEP} has {len(deep)} layers; a decoder of {num_layers} layers "
+            f"can have at most {num_layers - 1}"
         )
+    return replace(config, num_deep=len(deep), deep_layers=deep)
+
+
+def read_qwen3_5_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
+    """The tower of Qwen3.5: that of Qwen3-VL without the results of earlier layers (DeepStack).
+
+    Args:
+        hf_config: the parsed config.json.
+        output_size: the hidden size of the decoder.
+
+    Raises:
+        ValueError: as `read_qwen2_vision`.
+    """
+    fields = tower_fields(hf_config)
+    refuse_other_values(fields, {PLACE + _DEEP: []})
+    return _read_qwen3_tower(fields, output_size)
+
+
+def _read_qwen3_tower(fields: Mapping[str, Any], output_size: int) -> VisionConfig:
+    shared = _qwen_fields(fields, output_size, "out_hidden_size", depth=27, patch_size=16)
     num_positions = tower_integer(fields, "num_position_embeddings", 2304)
     if int(num_positions**0.5) ** 2 != num_positions:
         raise ValueError(
@@ -116,8 +142,6 @@ def read_qwen3_vision(hf_config: HFConfig, output_size: int, num_layers: int) ->
         intermediate_size=tower_integer(fields, "intermediate_size", 4304),
         activation=read_activation(fields, PLACE + "hidden_act", "gelu_pytorch_tanh"),
         num_positions=num_positions,
-        num_deep=len(deep),
-        deep_layers=deep,
         **shared,
     )
     return checked_tower(config, "num_heads", rotates=True)

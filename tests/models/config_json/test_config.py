@@ -60,6 +60,7 @@ IMAGES: dict[str, Any] = {  # keys of models that take images
         "deepstack_visual_indexes": [0],
     },
 }
+FLAT_IMAGES = IMAGES | {"vision_config": IMAGES["vision_config"] | {"deepstack_visual_indexes": []}}
 TILES: dict[str, Any] = {  # keys of models that cut images into tiles
     "text_config": {**LLAMA, "num_key_value_heads": 8, "model_type": "llama"},
     "vision_config": {
@@ -71,6 +72,7 @@ TILES: dict[str, Any] = {  # keys of models that cut images into tiles
 }
 SOUNDS: dict[str, Any] = {"text_config": {**LLAMA, "num_key_value_heads": 8}}
 MAMBA = {"mamba_n_heads": 8}
+MOE_TEXT = {"text_config": IMAGES["text_config"] | EXPERTS}
 OF_FAMILY = {
     "AudioFlamingo3ForConditionalGeneration": SOUNDS,
     "WhisperForConditionalGeneration": {
@@ -107,13 +109,10 @@ OF_FAMILY = {
     "Qwen2_5_VLForConditionalGeneration": IMAGES,
     "Qwen3NextForCausalLM": {**EXPERTS, "head_dim": 8},
     "Qwen3_5MoeForCausalLM": {**EXPERTS, "head_dim": 8},
-    "Qwen3_5ForConditionalGeneration": {"text_config": LLAMA},
-    "Qwen3_5MoeForConditionalGeneration": {"text_config": {**LLAMA, **EXPERTS}},
+    "Qwen3_5ForConditionalGeneration": FLAT_IMAGES,
+    "Qwen3_5MoeForConditionalGeneration": FLAT_IMAGES | MOE_TEXT,
     "Qwen3VLForConditionalGeneration": IMAGES,
-    "Qwen3VLMoeForConditionalGeneration": {
-        **IMAGES,
-        "text_config": {**IMAGES["text_config"], **EXPERTS},
-    },
+    "Qwen3VLMoeForConditionalGeneration": IMAGES | MOE_TEXT,
 }
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_positions": 8}
 

@@ -245,6 +245,8 @@ MISSING = {
     # By default the tower's results are not of the decoder's size.
     "Qwen2VLForConditionalGeneration": {"vision_config": {"hidden_size": 8192}},
     "Qwen2_5_VLForConditionalGeneration": {"vision_config": {"out_hidden_size": 8192}},
+    "Qwen3_5ForConditionalGeneration": {"vision_config": {"out_hidden_size": 4096}},
+    "Qwen3_5MoeForConditionalGeneration": {"vision_config": {"out_hidden_size": 2048}},
     "Qwen3VLForConditionalGeneration": {"vision_config": {"out_hidden_size": 4096}},
     "Qwen3VLMoeForConditionalGeneration": {"vision_config": {"out_hidden_size": 2048}},
 }

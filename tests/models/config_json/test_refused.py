@@ -18,7 +18,6 @@ from ostinato.models.registry import model_class, read_model_config
 from tests.models.audio.sound_models import ARCHITECTURES as SOUND_ARCHITECTURES
 from tests.models.config_json.test_every_key import config_of, mutations
 from tests.models.random_checkpoints import VARIANTS
-from tests.models.recurrent_variants import WITH_TOWER
 from tests.models.vision.image_variants import VARIANTS as IMAGE_VARIANTS
 from tests.models.vision.image_variants import hf_class_of
 
@@ -68,7 +67,6 @@ def test_every_refused_value_belongs_to_a_family_that_is_tested() -> None:
     # tests/models/vision/test_tower_keys.py and tests/models/audio/test_sound_keys.py test these.
     tested |= {hf_class_of(variant).__name__ for variant in IMAGE_VARIANTS.values()}
     tested |= set(SOUND_ARCHITECTURES)
-    tested |= set(WITH_TOWER.values())  # tests/models/families/test_qwen3_5.py
     assert REFUSED.keys() <= tested
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import transformers
 
+from tests.models.recurrent_variants import MROPE, RECURRENT
+
 IMAGE = 190  # the token that stands for an embedding
 
 _TEXT: dict[str, Any] = {
@@ -127,6 +129,13 @@ def _idefics(kind: str, edge: int, **settings: Any) -> ImageVariant:
         edge=edge,
         merge_size=settings.get("scale_factor", 2),
     )
+
+
+def _qwen3_5(decoder: str) -> dict[str, Any]:
+    """`decoder` is the variant of the decoder for texts alone."""
+    tower = {key: value for key, value in _QWEN3_TOWER.items() if key != "deepstack_visual_indexes"}
+    text = {**RECURRENT[decoder].settings, "rope_parameters": MROPE, "rms_norm_eps": 0.01}
+    return {"text_config": text, "vision_config": tower, **_TOKENS}
 
 
 _PIXTRAL: dict[str, Any] = {
@@ -270,6 +279,8 @@ VARIANTS = {
             **_TOKENS,
         },
     ),
+    "qwen3.5": ImageVariant("Qwen3_5", _qwen3_5("qwen3.5")),
+    "qwen3.5-moe": ImageVariant("Qwen3_5Moe", _qwen3_5("qwen3.5-moe")),
 }
 
 _GROWING = {

@@ -135,6 +135,8 @@ def test_a_missing_tensor_of_the_tower_is_named(
         "qwen2.5-vl": "visual.blocks.1.mlp.up_proj.weight",
         "qwen3-vl": "model.visual.deepstack_merger_list.1.norm.weight",
         "qwen3-vl-moe": "model.visual.pos_embed.weight",
+        "qwen3.5": "model.visual.merger.norm.bias",
+        "qwen3.5-moe": "model.visual.patch_embed.proj.weight",
     }[name]
     del tensors[wanted]
     directory = rewrite(saved[name], tmp_path / "other", tensors)

@@ -32,7 +32,7 @@ CAT, DOG = picture(1), picture(2, width=40, height=8)
 
 ENGINES = [
     *("llava", "gemma3", "pixtral", "mistral3", "internvl", "smolvlm"),
-    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl"),
+    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"),
 ]
 
 
@@ -108,14 +108,15 @@ def test_the_rest_of_an_image_after_a_cached_part_has_its_embeddings(served):
     """The cached prefix ends inside the image, or inside one of its tiles."""
     model, llm = served
     llm.reset_prefix_cache()
-    first, images = prompt(llm, [1, 2, 3, 4, 5, 6], CAT, [4] * 8)
-    second, _ = prompt(llm, [1, 2, 3, 4, 5, 6], CAT, [5] * 8)
-    run(llm._engine, [(first, images)])
+    # Recurrent layers keep their states where the second prompt begins to differ from the first.
+    for last in (4, 7):
+        run(llm._engine, [prompt(llm, [1, 2, 3, 4, 5, 6], CAT, [last] * 8)])
     before = llm._engine.stats().prefix_hits
-    (answer,) = run(llm._engine, [(second, images)])
+    token_ids, images = prompt(llm, [1, 2, 3, 4, 5, 6], CAT, [5] * 8)
+    (answer,) = run(llm._engine, [(token_ids, images)])
     cached = llm._engine.stats().prefix_hits - before
     assert any(one.begin < cached < one.end for one in images)
-    check_greedy(model, second, images, answer)
+    check_greedy(model, token_ids, images, answer)
 
 
 def test_preempted_sequences_keep_their_images(tmp_path):
@@ -146,16 +147,17 @@ LONG_WAYS = ["parallel.tensor=2", "parallel.pipeline=2"]
     [
         *((name, way) for name in ("gemma3", "qwen3-vl") for way in WAYS),
         ("mistral3", WAYS[3]),  # chunks of a few tokens
+        *(("qwen3.5-moe", way) for way in (WAYS[1], *WAYS[3:])),
         *(("qwen3-vl", way) for way in LONG_WAYS),
         *(pytest.param("llava", way, marks=pytest.mark.slow) for way in (*WAYS, *LONG_WAYS)),
         *(
             pytest.param(name, way, marks=pytest.mark.slow)
-            for name in ("gemma3", "mistral3", "internvl", "smolvlm")
+            for name in ("gemma3", "mistral3", "internvl", "smolvlm", "qwen3.5")
             for way in LONG_WAYS
         ),
         *(
             pytest.param(name, "graphs.form=model", marks=pytest.mark.slow)
-            for name in ("gemma3", "llava", "qwen3-vl")
+            for name in ("gemma3", "llava", "qwen3-vl", "qwen3.5")
         ),
     ],
 )

@@ -25,7 +25,7 @@ from tests.runtime.video_engines import (
 
 CAT = picture(1)
 RUN, JUMP = clip(1, 3), clip(2, 2, width=40, height=8)
-FAMILIES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
+FAMILIES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"]
 
 
 class Served(NamedTuple):

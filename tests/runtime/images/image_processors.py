@@ -170,6 +170,11 @@ PROCESSORS = {
         lambda: Qwen2VLImageProcessorPil(patch_size=16, size=_QWEN_SIZE),
         _qwen("Qwen3VLMoeConfig"),
     ),
+    "qwen3_5": Processor(
+        Qwen2VLImageProcessorPil,
+        lambda: Qwen2VLImageProcessorPil(patch_size=16, size=_QWEN_SIZE, image_std=[0.5] * 3),
+        _qwen("Qwen3_5Config"),
+    ),
 }
 
 
