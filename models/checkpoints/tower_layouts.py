@@ -1,4 +1,4 @@
-"""The names of the towers' tensors in checkpoints of LLaVA, Gemma 3, Pixtral, Mistral 3 and Qwen3-VL."""
+"""The tensors of towers in checkpoints of LLaVA, Gemma 3, Pixtral, Mistral 3 and Qwen3-VL."""
 
 from __future__ import annotations
 

@@ -91,13 +91,24 @@ class SequenceStates:
         last: the last checkpoint of the answer.
         outdated: the one before it. It is dropped when the token after `last` has arrived, because
             a step that gives no token goes back behind `last`.
+        draft_slot: while drafts are verified, the slot of the states after all of them. `slot` has
+            those before the first draft. 0 = no drafts are verified.
     """
 
-    __slots__ = ("branch", "in_place", "last", "num_prompt_tokens", "outdated", "pending", "slot")
+    __slots__ = (
+        "branch",
+        "draft_slot",
+        "in_place",
+        "last",
+        "num_prompt_tokens",
+        "outdated",
+        "pending",
+        "slot",
+    )
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
-        self.slot = NULL_BLOCK_ID
+        self.slot = self.draft_slot = NULL_BLOCK_ID
         self.in_place: StatePlan | None = None
         self.branch = 0
         self.pending = 0

@@ -17,6 +17,10 @@ blocks. A checkpoint has no reference of its own. The least recently used one is
 A running sequence needs a second slot where it reads a checkpoint. While a sequence waits for a
 slot, the others leave one free: they overwrite checkpoints of their own, and make none in a chunk.
 
+A step that verifies drafts writes two slots: the sequence's own one with the states before the
+first draft, and one with those after the last. When the step was read, one of both is given up. If
+some drafts were right, but not all, their tokens are computed again. Drafts end with their unit.
+
 A step reads states before other rows of the step have written theirs. So states that a step writes
 are found from the next step on. A slot that a step reads is free for others from the next step on.
 """
@@ -70,6 +74,7 @@ class StateSlots:
         # being planned reads or writes, and that no sequence will read next.
         self._leaving: list[int] = []
         self._fresh: set[int] = set()  # checkpoints that the step being planned writes
+        self._num_drafting = 0  # sequences that hold a slot for the states after drafts
         # Slots that are left to a waiting sequence, in the next step and in the one being planned.
         self._wanted = 0
         self._reserved = 0
@@ -92,8 +97,8 @@ class StateSlots:
 
     @property
     def num_leaving(self) -> int:
-        """Slots that can become free when the next step is planned, at most."""
-        return len(self._leaving)
+        """Slots that can become free when a later step is planned, at most."""
+        return len(self._leaving) + self._num_drafting
 
     @property
     def num_evictions(self) -> int:
@@ -199,6 +204,50 @@ class StateSlots:
             states.in_place = write, write, 0, 0
         return read, write, checkpoint, at - start if checkpoint else 0
 
+    def draft_room(self, table: BlockTable, plan: StatePlan | None, start: int) -> int:
+        """How many drafts a decode of the step that is being planned can verify.
+
+        There is room for none if the decode does not write in place, or if no slot is free.
+
+        Args:
+            table: the sequence's table.
+            plan: the decode's slots without drafts.
+            start: the position of its last known token.
+        """
+        if plan is None or plan != _states_of(table).in_place:
+            return 0
+        if self._pool.num_free <= self._reserved:
+            return 0
+        return self._block_size - 1 - start % self._block_size
+
+    def plan_drafts(self, table: BlockTable) -> StatePlan:
+        """The slots of a decode that verifies drafts. There must be room for one."""
+        states, taken = _states_of(table), self._pool.allocate(1)
+        assert taken is not None, "the caller has made sure that there is room"
+        states.draft_slot, states.in_place = taken[0], None
+        self._num_drafting += 1
+        return states.slot, taken[0], states.slot, 1
+
+    def settle_drafts(self, table: BlockTable, end: int, *, are_right: bool) -> None:
+        """Give up the states before or after the drafts of a step that was read or is not run.
+
+        Args:
+            table: the sequence's table.
+            end: the position after the last draft.
+            are_right: whether all drafts were right.
+        """
+        states, size = _states_of(table), self._block_size
+        dropped, kept = states.draft_slot, states.slot
+        if are_right:
+            dropped, kept = kept, dropped
+        self._pool.free((dropped,))
+        self._num_drafting -= 1
+        states.slot, states.draft_slot = kept, NULL_BLOCK_ID
+        if are_right and not end % size:
+            states.pending = end // size
+        else:
+            states.in_place = kept, kept, 0, 0
+
     def settle(self, table: BlockTable, token_ids: Sequence[int]) -> bool:
         """Note that tokens arrived: register the pending checkpoint, drop an outdated one.
 
@@ -250,6 +299,10 @@ class StateSlots:
         states = _states_of(table)
         if states.slot:
             self._pool.free((states.slot,))
+        if states.draft_slot:
+            self._pool.free((states.draft_slot,))
+            self._num_drafting -= 1
+            states.draft_slot = NULL_BLOCK_ID
         states.slot, states.in_place, states.pending, states.branch = NULL_BLOCK_ID, None, 0, 0
 
     def reset(self) -> bool:
@@ -269,7 +322,8 @@ class StateSlots:
         self._pool.check_integrity()
         if tables is not None:
             counts = Counter(self._leaving)
-            counts.update(_states_of(table).slot for table in tables)
+            for states in map(_states_of, tables):
+                counts.update((states.slot, states.draft_slot))
             del counts[NULL_BLOCK_ID]
             self._pool.check_references(counts, "states: slot")
 

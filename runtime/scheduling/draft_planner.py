@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.kv.block_table import StatePlan
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, NewBlocks
 from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.scheduling.step_plan import StepPlan
@@ -43,8 +44,9 @@ class _Place:
 
     index: int  # index of the entry in the step
     draft: Draft
-    count: int  # draft tokens that fit into the step and the block table
+    count: int  # draft tokens that fit into the step, the block table and the slots for states
     new_blocks: NewBlocks
+    state_slots: StatePlan | None
 
 
 class VerifiedDraft(NamedTuple):
@@ -222,6 +224,9 @@ class DraftPlanner:
     def settle(self, sequence: Sequence, num_right: int) -> VerifiedDraft | None:
         """Count the positions of refused drafts as not computed; a later step computes them.
 
+        With recurrent layers, whose states then go back behind the first draft, the positions of
+        right drafts are computed again too.
+
         Args:
             sequence: a sequence of the step that was read.
             num_right: how many of its drafts were right, counted from the first.
@@ -231,8 +236,7 @@ class DraftPlanner:
         """
         if not (num_drafts := sequence.num_drafts):
             return None
-        sequence.num_computed_tokens -= num_drafts - num_right
-        sequence.num_drafts = 0
+        self._take_back(sequence, num_drafts, num_right)
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += num_drafts
         draft, record = sequence.draft, sequence.draft_record
@@ -317,11 +321,16 @@ class DraftPlanner:
         if count < 1:
             return None
         count = step.fitting_drafts(count, entry.start + 1)
+        state_slots, states, table = entry.state_slots, self._cache.states, sequence.block_table
+        if states is not None:
+            count = min(count, states.draft_room(table, state_slots, entry.start))
         count, new_blocks = self._take_blocks(sequence, count, num_running)
         if count < 1:
             return None
         step.take_drafts(count, entry.start + 1)
-        return _Place(index, draft, count, new_blocks)
+        if states is not None:
+            state_slots = states.plan_drafts(table)
+        return _Place(index, draft, count, new_blocks, state_slots)
 
     def _follow(self, model: BatchProposer, step: StepPlan) -> None:
         """Let a draft head catch up on sequences with many positions that it has not computed.
@@ -371,8 +380,7 @@ class DraftPlanner:
             places.append(place)
         return places
 
-    @staticmethod
-    def _write(step: StepPlan, place: _Place) -> None:
+    def _write(self, step: StepPlan, place: _Place) -> None:
         """Put the draft tokens and blocks of a place into the step's entry."""
         entry, sequence = step.scheduled[place.index], step.sequences[place.index]
         count, (block_ids, window_block_ids) = place.count, place.new_blocks
@@ -381,6 +389,10 @@ class DraftPlanner:
             token_ids = [sequence.token_ids[-1], *place.draft.token_ids[:count]]
             sequence.num_computed_tokens += count
             sequence.num_drafts, sequence.draft = count, place.draft
+        state_slots = place.state_slots
+        if state_slots != entry.state_slots and not count:  # the drafter proposed none
+            self._settle_states(sequence, 0, are_right=False)
+            state_slots = entry.state_slots
         step.scheduled[place.index] = ScheduledSequence(
             entry.row,
             entry.start,
@@ -389,7 +401,27 @@ class DraftPlanner:
             [*entry.new_block_ids, *block_ids],
             1 + count,
             new_window_block_ids=[*entry.new_window_block_ids, *window_block_ids],
+            state_slots=state_slots,
         )
+
+    def _take_back(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
+        """Let a later step compute the positions of refused drafts."""
+        sequence.num_drafts = 0
+        are_right = num_right == num_drafts
+        if self._cache.states is not None:
+            self._settle_states(sequence, sequence.num_computed_tokens, are_right=are_right)
+            if num_right and not are_right:
+                # These tokens are known, so they are computed as a chunk.
+                sequence.num_prefill_tokens = sequence.num_tokens + num_right + 1
+                num_right = 0
+        sequence.num_computed_tokens -= num_drafts - num_right
+
+    def _settle_states(self, sequence: Sequence, end: int, *, are_right: bool) -> None:
+        """See `StateSlots.settle_drafts`; not for a sequence that has lost its slots."""
+        states, table = self._cache.states, sequence.block_table
+        assert states is not None, "there are recurrent layers"
+        if table.states is not None and table.states.draft_slot:
+            states.settle_drafts(table, end, are_right=are_right)
 
     def _take_blocks(
         self, sequence: Sequence, count: int, num_running: int

@@ -115,7 +115,6 @@ class Scheduler:
             )
         self.max_model_len = max_model_len
         self.num_output_tokens = 0
-        assert proposer is None or cache.states is None, "states cannot take back refused drafts"
         max_drafts = 0 if proposer is None else proposer.max_drafts
         self.limits = limits or upper_limits(config, max_drafts=max_drafts)
         self.bound = bound
@@ -387,6 +386,7 @@ class Scheduler:
         elif self._cache.states is not None and sequence.is_running:
             start = self._cache.rewind_states(sequence.block_table, sequence.token_ids)
         if start is None:
+            sequence.num_drafts = 0
             self.queues.give_up(sequence)
         else:
             sequence.hold(start)

@@ -338,4 +338,8 @@ class SimulatedDevice:
         row.last_token = tokens[-1]
         if entry.num_drafts:
             row.num_computed_tokens = entry.start + len(tokens)
+            if self.states is not None:
+                self.states.verify(entry, len(tokens))
+                if len(tokens) <= entry.num_drafts:  # the states go back behind the first draft
+                    row.num_computed_tokens = entry.start + 1
         return tokens

@@ -38,6 +38,11 @@ class SimulatedStates:
             for slot, state in written:
                 self._slots[slot] = state
 
+    def verify(self, entry: ScheduledSequence, num_tokens: int) -> None:
+        """Note that the first tokens of an entry with drafts were right."""
+        known = self._tokens[entry.row]
+        known[1 + entry.start :] = entry.token_ids[:num_tokens]
+
     def _fold(
         self, entry: ScheduledSequence, token_ids: list[int], is_void: bool
     ) -> list[tuple[int, State]]:
@@ -49,9 +54,13 @@ class SimulatedStates:
         assert state is not None, f"slot {read} is read before it is written"
         after = (*state, *token_ids)
         if not is_void:
-            end = 1 + entry.start + entry.num_new_tokens
-            known[1 + entry.start : end] = token_ids
-            assert after == tuple(known[:end]), f"row {entry.row} has the states of other tokens"
+            num_known = entry.num_new_tokens - entry.num_drafts
+            end = 1 + entry.start + num_known
+            known[1 + entry.start : end] = token_ids[:num_known]
+            before_drafts = (*state, *token_ids[:num_known])
+            assert before_drafts == tuple(known[:end]), (
+                f"row {entry.row} has the states of other tokens"
+            )
         if not checkpoint:
             assert at == 0
             return [(write, after)]
@@ -69,7 +78,8 @@ class SimulatedStates:
                 assert 0 < slot < len(self._slots), f"row {entry.row} writes to slot {slot}"
                 assert slot not in writers, f"two writes to slot {slot} in one step"
                 writers[slot] = entry.row
-            assert checkpoint not in (write, entry.state_slots[0]) or not checkpoint
+            # The states before drafts are the only ones that are kept in the slot that is read.
+            assert not checkpoint or checkpoint != entry.state_slots[0] or entry.num_drafts
         for entry in entries:
             read = entry.state_slots[0] if entry.state_slots else 0
             writer = writers.get(read, entry.row)

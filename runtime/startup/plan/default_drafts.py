@@ -21,12 +21,11 @@ _INVARIANT_ATTENTION = (AttentionBackendName.auto, AttentionBackendName.cpu)
 def with_default_drafts(
     config: EngineConfig, model: ModelConfig, weights: WeightPolicy, *, is_cpu: bool
 ) -> EngineConfig:
-    """The configuration with a `speculation.method`, if it has none that the model decides.
+    """The configuration with a `speculation.method`: if it states none, the model decides.
 
     The method is `auto` if the model generates on a CPU, a step has room for a draft, drafts cannot
     change an answer, and measured step costs choose the number of drafts, so that they do not slow
-    the engine down. Otherwise it is `none`. A model with recurrent layers has `none` in place of
-    `auto` too, unless that names a draft model.
+    the engine down. Otherwise it is `none`.
 
     Args:
         config: the engine's configuration.
@@ -34,9 +33,7 @@ def with_default_drafts(
         weights: how its matrices are stored.
         is_cpu: the model runs on a CPU.
     """
-    given = config.speculation
-    is_open = given.method is SpeculationMethod.auto and not given.model
-    if given.method is not None and not (is_open and model.recurrent is not None):
+    if config.speculation.method is not None:
         return config
     reason = _why_none(config, model, weights, is_cpu=is_cpu)
     if reason is not None:
@@ -52,8 +49,6 @@ def _why_none(
     most_tokens = upper_limits(config.scheduler, is_cpu=is_cpu).max_num_batched_tokens
     if not model.kind.generates:
         return "the model does not generate"
-    if model.recurrent is not None:
-        return "the states of recurrent layers cannot go back behind refused drafts"
     if not is_cpu:
         return "drafts are not measured on GPUs"
     if config.graphs.cost_table_budget_s == 0 or not config.speculation.adaptive:

@@ -342,6 +342,11 @@ def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -
     assert isinstance(spec, HeadSpec), "the head was read as one"
     if not issubclass(class_of(model), Decoder):
         return f"{model.architecture} runs through transformers, which shows no hidden states"
+    if model.recurrent is not None:
+        return (
+            f"{model.architecture} has recurrent layers, and computes tokens after a refused draft "
+            "again; a head reads the hidden states of a token only once"
+        )
     if (reason := _why_hidden(config)) is not None:
         return reason
     if (reason := spec.why_not_for(model.num_layers, model.hidden_size)) is not None:

@@ -51,18 +51,9 @@ def check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimi
     """Refuse drafts if the model does not support them or a step is too small.
 
     Raises:
-        StartupError: the model does not generate or has recurrent layers, or a step has fewer
-            tokens than a draft.
+        StartupError: the model does not generate, or a step has fewer tokens than a draft.
     """
     method, max_tokens = config.speculation.drafter, config.speculation.max_tokens
-    has_proposer = method is SpeculationMethod.none and limits.rows_per_seq > 1
-    if model.recurrent is not None and (has_proposer or method is not SpeculationMethod.none):
-        what = "LLM(proposer=...)" if has_proposer else f"speculation.method={method}"
-        remedy = "leave the proposer out" if has_proposer else "set speculation.method=none"
-        raise StartupError(
-            f"{what} needs states that go back behind refused drafts, and the states of the "
-            f"recurrent layers of {model.architecture} cannot; {remedy}"
-        )
     if method is SpeculationMethod.none:
         return
     if not model.kind.generates:
@@ -84,7 +75,7 @@ def why_no_draft(model: ModelConfig) -> str | None:
     for what, is_so in (
         ("takes images, and a draft model sees none", model.vision),
         ("takes audio, and a draft model hears none", model.audio or model.sound),
-        ("has recurrent layers, whose states cannot go back behind drafts", model.recurrent),
+        ("has recurrent layers, and a draft model keeps no states", model.recurrent),
     ):
         if is_so is not None:
             return f"{model.architecture} {what}"

@@ -134,7 +134,7 @@ def _idefics(kind: str, edge: int, **settings: Any) -> ImageVariant:
 def _qwen3_5(decoder: str) -> dict[str, Any]:
     """`decoder` is the variant of the decoder for texts alone."""
     tower = {key: value for key, value in _QWEN3_TOWER.items() if key != "deepstack_visual_indexes"}
-    text = {**RECURRENT[decoder].settings, "rope_parameters": MROPE, "rms_norm_eps": 0.01}
+    text = {**RECURRENT[decoder].settings, "rope_parameters": MROPE, "rms_norm_eps": 0.05}
     return {"text_config": text, "vision_config": tower, **_TOKENS}
 
 
@@ -201,7 +201,7 @@ VARIANTS = {
     "mistral3": ImageVariant(
         "Mistral3",
         {
-            "text_config": {**_TEXT, "model_type": "mistral", "rms_norm_eps": 0.01},
+            "text_config": {**_TEXT, "model_type": "mistral", "rms_norm_eps": 0.05},
             "vision_config": {
                 **_PIXTRAL,
                 "rope_parameters": {"rope_type": "axial", "rope_theta": 70.0},

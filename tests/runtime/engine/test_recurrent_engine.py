@@ -14,11 +14,13 @@ from ostinato.runtime.sampling import grammar_masks
 from ostinato.runtime.sampling.grammar_masks import GrammarMasks
 from ostinato.runtime.types.outputs import CompletionOutput
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
+from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.hybrid import hybrid_config, lfm2
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 
 DEMO = str(Path(grammar_masks.__file__).parents[2] / "models" / "demo")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1)
 SAMPLING = {
     "greedy": GREEDY,
     "drawn": SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True, logprobs=2),
@@ -95,6 +97,50 @@ def test_outputs_are_those_alone(
             assert completions(llm) == expected
             finish(llm)
         assert llm.stats().late_compiles == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("cache.block_size=16",),
+        ("scheduler.overlap=true", "graphs.mode=captured"),
+        ("cache.block_size=32", "scheduler.max_num_seqs=3", "cache.state_slots=5"),
+    ],
+    ids=lambda overrides: " ".join(one.partition(".")[2] for one in overrides),
+)
+def test_drafts_change_no_output(
+    overrides: tuple[str, ...], expected: list[list[CompletionOutput]]
+) -> None:
+    drafter = ReplayDrafter(max_drafts=5, vocab_size=VOCAB_SIZE)
+    drafter.accuracy = 0.8
+    drafter.memorize(make_prompts(), [one[0].token_ids for one in expected])
+    with make_llm(hybrid_config(*overrides), drafter) as llm:
+        for _ in range(2):
+            assert completions(llm) == expected
+            finish(llm)
+        stats = llm.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 60
+    assert stats.num_draft_tokens - stats.num_accepted_tokens > 60
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "granite4-dense"])
+def test_text_is_drafted_for_every_kind_of_mixer(name: str, tmp_path: Path) -> None:
+    path = str(save(reference_model(VARIANTS[name]), VARIANTS[name], tmp_path / "model"))
+    values = {"model__config": {}, "model__path": path, "model__tokenizer": DEMO}
+    shared = ("model.load_format=auto", "speculation.adaptive=false", "cache.block_size=16")
+    shared = (*shared, "speculation.min_match=1")
+    prompts = [[5, 9, 14, 20, 27, 35, 44] * 8, [*range(2, 40)], [3, 8] * 12]
+    answers, stats = {}, None
+    for method in ("none", "ngram"):
+        with LLM(config=tiny_config(*shared, f"speculation.method={method}", **values)) as llm:
+            outputs = llm.generate(prompts, LONG, use_progress=False)
+            answers[method] = [one.outputs for one in outputs]
+            stats = llm.stats().speculation
+            finish(llm)
+    assert answers["ngram"] == answers["none"]
+    assert stats is not None
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])

@@ -28,12 +28,13 @@ def run_workload(
     hold_seed: int | None = None,
     num_lanes: int = 1,
     num_states: int = 0,
+    block_size: int = 4,
 ) -> SimulatedEngine:
     """Forty requests of mixed lengths that share beginnings, arriving over time."""
     generator = random.Random(11)
     engine = SimulatedEngine(
         total_blocks=total_blocks,
-        block_size=4,
+        block_size=block_size,
         max_num_seqs=8,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=96,

@@ -1,4 +1,4 @@
-"""Makes schedulers and requests, and runs steps with given tokens. Blocks hold 4 tokens."""
+"""Makes schedulers and requests, and runs steps with given tokens. Blocks hold 4 tokens, if not said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.models.kv_groups import WHOLE_CACHE, KVGroup
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
@@ -50,6 +51,8 @@ def make_scheduler(
     prefix_caching: bool = True,
     groups: tuple[KVGroup, ...] = WHOLE_CACHE,
     num_states: int = 0,
+    block_size: int = 4,
+    proposer: Proposer | None = None,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -58,13 +61,13 @@ def make_scheduler(
     )
     cache = KVCacheManager(
         num_blocks + 1,
-        4,
+        block_size,
         enable_prefix_caching=prefix_caching,
         groups=groups,
         step_tokens=max_num_batched_tokens,
         num_states=num_states,
     )
-    scheduler = Scheduler(config, cache, max_model_len=max_model_len)
+    scheduler = Scheduler(config, cache, max_model_len=max_model_len, proposer=proposer)
     for request in requests:
         scheduler.add(request)
     return scheduler

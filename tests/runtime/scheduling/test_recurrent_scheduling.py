@@ -16,6 +16,7 @@ from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.kv.state_slots import FoundStates, StateSlots
 from ostinato.runtime.types.step import StepResult
 from tests.pairwise import all_combinations
+from tests.runtime.drafters import OracleDrafter
 from tests.runtime.scheduling.engine_machine import (
     MAX_MODEL_LEN,
     POLICIES,
@@ -30,16 +31,18 @@ from tests.runtime.scheduling.scheduler_steps import (
     must_schedule,
     step,
 )
+from tests.runtime.simulated_device import VOCAB_SIZE
 from tests.runtime.simulated_engine import SimulatedEngine
 
 
 @st.composite
 def recurrent_engines(draw: st.DrawFn) -> SimulatedEngine:
-    block_size = draw(st.sampled_from([1, 2, 4]))
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
     max_num_seqs = draw(st.integers(1, 6))
     groups = draw(kv_groups())
     step_tokens = max_num_seqs + draw(st.integers(0, 24))
     least_blocks = sequence_blocks(groups, block_size, MAX_MODEL_LEN, step_tokens) + 1
+    accuracy = draw(st.sampled_from([None, 0.0, 0.5, 1.0]))
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
@@ -49,7 +52,8 @@ def recurrent_engines(draw: st.DrawFn) -> SimulatedEngine:
         max_model_len=MAX_MODEL_LEN,
         policy=draw(st.sampled_from(POLICIES)),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
-        num_lanes=draw(st.sampled_from([1, 1, 2, 3])),
+        num_lanes=draw(st.sampled_from([1, 1, 2, 3])) if accuracy is None else 1,
+        drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         hold_seed=draw(st.sampled_from([None, 1, 2, 3])),
         # The least is one usable slot.
         num_states=draw(st.sampled_from([2, 3, max_num_seqs + 2, 2 * max_num_seqs + 1, 40])),
@@ -87,6 +91,66 @@ def test_tokens_do_not_depend_on_slots(
         num_states=num_states,
     )
     assert engine.tokens == plain_tokens()
+
+
+@pytest.mark.parametrize(
+    ("num_states", "hold_seed", "accuracy", "lookahead"),
+    all_combinations((3, 10, 40), (None, 1), (0.0, 0.6, 0.9, 1.0), (False, True)),
+)
+def test_drafts_change_no_token(
+    num_states: int, hold_seed: int | None, accuracy: float, lookahead: bool
+) -> None:
+    engine = run_workload(
+        lookahead=lookahead,
+        total_blocks=200,
+        block_size=8,
+        max_num_batched_tokens=64,
+        hold_seed=hold_seed,
+        num_states=num_states,
+        accuracy=accuracy,
+    )
+    assert engine.tokens == plain_tokens()
+    assert engine.scheduler.drafts is not None
+    stats = engine.scheduler.drafts.stats
+    # With two usable slots, running sequences leave no slot for drafts.
+    assert (stats.num_drafts > 10) == (num_states > 3)
+    assert (stats.num_accepted_tokens > 20) == (num_states > 3 and accuracy > 0)
+
+
+def test_states_go_back_behind_refused_drafts() -> None:
+    requests = [make_request("r", range(5))]
+    drafter = OracleDrafter(1.0, 100)
+    drafter.outputs["r"] = [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]
+    scheduler = make_scheduler(*requests, block_size=16, num_states=9, proposer=drafter)
+    step(scheduler, 30)
+    output = must_schedule(scheduler)
+    assert chunks(output) == [(0, 5, 8)]
+    ((own, after, before, at),) = [entry.state_slots for entry in output.scheduled]
+    assert (before, at) == (own, 1)
+    assert after != own
+    # Two drafts were right, and the third was not. The tokens of the two are computed again.
+    scheduler.update(output, StepResult([31, 32, 70], counts=[3]))
+    drafter.outputs["r"] = [30, 31, 32, 70, 71, 72, 73, 74, 75, 76, 77]
+    output = must_schedule(scheduler)
+    assert chunks(output) == [(0, 6, 3)]
+    assert output.scheduled[0].token_ids == [31, 32, 70]
+    assert output.scheduled[0].state_slots == (own, own, 0, 0)
+    scheduler.update(output, StepResult([71]))
+    # The next drafts end with their unit. No draft is right, so no token is computed again.
+    output = must_schedule(scheduler)
+    assert chunks(output) == [(0, 9, 7)]
+    scheduler.update(output, StepResult([60], counts=[1]))
+    drafter.outputs["r"] = [30, 31, 32, 70, 71, 60, *range(80, 90)]
+    output = must_schedule(scheduler)
+    assert chunks(output) == [(0, 10, 6)]
+    scheduler.update(output, StepResult([*range(80, 86)], counts=[6]))
+    # All were right, and the unit is full: its states are kept, and the next step leaves them.
+    output = must_schedule(scheduler)
+    assert chunks(output) == [(0, 16, 1)]
+    slots = output.scheduled[0].state_slots
+    assert slots is not None
+    assert slots[0] != slots[1]
+    scheduler.check_integrity()
 
 
 def test_the_workload_meets_what_it_is_for() -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from ostinato.conf.arguments.engine_arguments import argument_settings
 from ostinato.conf.engine_config import EngineConfig
@@ -16,11 +15,11 @@ from ostinato.conf.sections.speculation_schema import SpeculationMethod
 from ostinato.models.sharding import shard_of_rank
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.quantize_model import quantize_model
-from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.plan.engine_plan import make_plan
 from ostinato.runtime.startup.plan.model_source import open_model
 from tests.runtime.hybrid import hybrid_config, lfm2
-from tests.runtime.tiny import tiny_config
+from tests.runtime.speculation.eagle_reference import write_head
+from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 
 
 def config_of(*words: str) -> EngineConfig:
@@ -33,40 +32,33 @@ def directory_of(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("method", ["grammar", "ngram", "history", "mtp"])
-def test_drafts(method: str) -> None:
-    with pytest.raises(StartupError) as error:
-        make_plan(config_of(f"speculation.method={method}"), 1)
-    assert str(error.value) == (
-        f"speculation.method={method} needs states that go back behind refused drafts, and the "
-        "states of the recurrent layers of Lfm2ForCausalLM cannot; set speculation.method=none"
+@pytest.mark.parametrize("method", ["eagle3", "auto"])
+def test_a_head(tmp_path: Path, method: str) -> None:
+    write_head(
+        tmp_path,
+        lfm2(),
+        draft_vocab_size=VOCAB_SIZE,
+        eagle_aux_hidden_state_layer_ids=[0, 1],
     )
-
-
-@pytest.mark.parametrize("method", ["draft", "eagle3", "auto"])
-def test_draft_models_and_heads(tmp_path: Path, method: str) -> None:
     words = (f"speculation.method={method}", f"speculation.model={tmp_path}")
-    with pytest.raises(StartupError, match=f"speculation.method={method} needs states.*=none"):
+    with pytest.raises(StartupError, match=r"cannot be the head: Lfm2ForCausalLM has recurrent"):
         make_plan(config_of(*words), 1)
 
 
+def test_a_next_token_layer() -> None:
+    with pytest.raises(StartupError, match=r"speculation\.method=mtp: .*Lfm2ForCausalLM"):
+        make_plan(config_of("speculation.method=mtp"), 1)
+
+
 @pytest.mark.parametrize("words", [(), ("speculation.method=auto",), ("speculation.method=none",)])
-def test_the_default_is_no_drafts(words: tuple[str, ...]) -> None:
-    budget = "graphs.cost_table_budget_s=1"  # with measured costs, other models have drafts
+def test_drafts_by_default_are_those_of_other_models(words: tuple[str, ...]) -> None:
+    budget = "graphs.cost_table_budget_s=1"  # drafts need measured costs
     plan = make_plan(config_of(*words, budget), 1)
-    assert plan.config.speculation.method is SpeculationMethod.none
-    assert (plan.source.limits.rows_per_seq, plan.source.limits.max_step_drafts) == (1, None)
     other = make_plan(tiny_config("device.name=cpu", *words, budget).engine, 1)
     expected = "none" if "speculation.method=none" in words else "auto"
+    assert plan.config.speculation.method is SpeculationMethod(expected)
     assert other.config.speculation.method is SpeculationMethod(expected)
-
-
-def test_a_proposer_of_the_caller() -> None:
-    class Proposer:
-        max_drafts = 3
-
-    with pytest.raises(StartupError, match=r"LLM\(proposer=\.\.\.\) needs.*leave the proposer out"):
-        build_engine(config_of(), proposer=Proposer())  # type: ignore[arg-type]
+    assert (plan.source.limits.rows_per_seq == 1) == (expected == "none")
 
 
 def test_it_cannot_be_a_draft_model(tmp_path: Path) -> None:
@@ -125,12 +117,6 @@ def test_slots_of_a_model_without_recurrent_layers() -> None:
         make_plan(tiny_config("cache.state_slots=9").engine, 1)
     with pytest.raises(ConfigError, match=r"cache\.state_slots"):
         tiny_config("cache.state_slots=1")
-
-
-def test_a_gpu_has_no_drafts_by_default_either() -> None:
-    source = open_model(hybrid_config("speculation.method=auto").engine, torch.device("cuda"))
-    assert source.speculation.method is SpeculationMethod.none
-    assert source.limits.rows_per_seq == 1
 
 
 @pytest.mark.parametrize(
