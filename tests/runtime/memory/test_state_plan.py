@@ -276,6 +276,14 @@ def test_a_stage_without_attention_leaves_the_number_of_blocks_to_the_others(
         assert len(cache) == 2
 
 
+def test_a_stage_of_mlps_alone_keeps_nothing():
+    """Its model has blocks of one part, and none of them is recurrent."""
+    model = replace(HYBRID, has_states=False, state_bytes=0, kv_bytes_per_token=0)
+    stage = plan(replace(model, keeps_no_keys=True))
+    assert (stage.num_blocks, stage.num_states, stage.kv_bytes) == (1 << 30, 0, 0)
+    assert "KV blocks: none on this stage, whose layers have no attention" in stage.reasons
+
+
 def test_a_stage_without_recurrent_layers_has_slots_of_no_bytes():
     plans = agreed((0, 1))
     attending, recurrent = sorted((each.memory for each in plans), key=lambda one: -one.kv_bytes)
