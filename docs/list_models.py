@@ -77,6 +77,18 @@ _OF_SOUNDS = (
     Refused("text_config.model_type", "llama", _ONLY_QWEN2),
 )
 _OF_MAMBA = (Refused("hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),)
+_NO_KEY = "the class of transformers ignores it"
+_OF_NEMOTRON = (
+    Refused("mamba_hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),
+    Refused("mamba_ssm_cache_dtype", "bfloat16", "states are kept in float32"),
+    Refused("moe_latent_size", 1024, "experts in a smaller space (Nemotron 3 Super) are missing"),
+    Refused("n_shared_experts", 2, _NO_KEY),
+    Refused("attention_bias", True, _NO_KEY),
+    Refused("mamba_proj_bias", True, _NO_KEY),
+    Refused("residual_in_fp32", True, _NO_KEY),
+    Refused("sliding_window", 4096, _NO_KEY),
+    Refused("tie_word_embeddings", True, _NO_KEY),
+)
 REFUSED: dict[str, tuple[Refused, ...]] = {
     "AudioFlamingo3ForConditionalGeneration": _OF_SOUNDS,
     "BambaForCausalLM": _OF_MAMBA,
@@ -152,6 +164,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("attn_config.prefix_lm", True, "tokens of the prefix would see later ones"),
         Refused("attn_config.qk_ln", True, _QK_LAYER_NORM),
     ),
+    "NemotronHForCausalLM": _OF_NEMOTRON,
     "OPTForCausalLM": (
         Refused("do_layer_norm_before", False, "OPT-350M alone normalises afterwards"),
         Refused("_remove_final_layer_norm", True, "it is for checkpoints from before 2022"),

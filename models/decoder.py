@@ -20,14 +20,18 @@ from ostinato.models.base import AuxStates, CausalLM, DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.vision_config import TowerKind
+from ostinato.models.layers.block_parts import (
+    PartBlock,
+    build_attention,
+    build_feed_forward,
+    rows_of,
+)
 from ostinato.models.layers.few_rows import FewRowsBlock
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mixers.cross_attention_layer import CrossAttention, CrossTable
 from ostinato.models.layers.mixers.latent_attention import LatentAttention
 from ostinato.models.layers.mixers.recurrent_mixers import RecurrentMixer, build_mixer
-from ostinato.models.layers.mlp import build_mlp
-from ostinato.models.layers.moe import MoE
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm, build_norm, build_rms_norm
 from ostinato.models.layers.position_tables import (
     GridRotaryEmbedding,
@@ -81,17 +85,10 @@ class DecoderBlock(DecoderLayer):
         if self.is_recurrent:
             self.mixer = build_mixer(config, options)
         else:
-            attention = Attention if config.latent is None else LatentAttention
-            self.self_attn = attention(
-                config,
-                options,
-                sliding_window=config.sliding_windows[layer],
-                rope_kind=config.rope_kind(layer),
-            )
+            self.self_attn = build_attention(config, options, layer)
         if residual not in (Residual.post_norm, Residual.parallel_one_norm):
             self.mlp_norm = build_norm(config, options)
-        moe = config.moe if config.moe is not None and config.moe.layers[layer] else None
-        self.mlp = build_mlp(config, options) if moe is None else MoE(config, options, moe)
+        self.mlp = build_feed_forward(config, options, layer)
         self.cross_norm = self.cross_attn = None
         if options.cross is not None:
             self.cross_norm = build_norm(config, options)
@@ -117,7 +114,7 @@ class DecoderBlock(DecoderLayer):
         if self.media_table is None:
             return result
         # The table's first row is zero, so other tokens stay as they are.
-        media_rows = _rows_of(_media_rows(step.tensors), rows)
+        media_rows = rows_of(_media_rows(step.tensors), rows)
         return add_table_rows(result, self.media_table, media_rows.view(-1))
 
     @property
@@ -135,7 +132,7 @@ class DecoderBlock(DecoderLayer):
     ) -> Tensor:
         slots = step.tensors.adapter_slots
         if slots is not None:
-            slots = _rows_of(slots, rows)
+            slots = rows_of(slots, rows)
         if self.residual is Residual.sequential:
             normal = self.attention_norm(hidden)
             hidden = self.token_mixer(normal, step, k_cache, v_cache, hidden, rows)
@@ -146,14 +143,14 @@ class DecoderBlock(DecoderLayer):
             is_sandwich = self.residual is Residual.sandwich
             normal = self.attention_norm(hidden) if is_sandwich else hidden
             attended = self.token_mixer(normal, step, k_cache, v_cache, None, rows)
-            hidden = self.attention_out_norm(attended, _rows_of(hidden, rows))
+            hidden = self.attention_out_norm(attended, rows_of(hidden, rows))
             normal = self.mlp_norm(hidden) if is_sandwich else hidden
             return self.mlp_out_norm(self.mlp(normal, None, slots), hidden)
         normal = self.attention_norm(hidden)
         attended = self.token_mixer(normal, step, k_cache, v_cache, hidden, rows)
         if self.residual is Residual.parallel_one_norm:
-            return self.mlp(_rows_of(normal, rows), attended, slots)
-        return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended, slots)
+            return self.mlp(rows_of(normal, rows), attended, slots)
+        return self.mlp(self.mlp_norm(rows_of(hidden, rows)), attended, slots)
 
     def few_rows(self) -> FewRowsBlock | None:
         has_more = self.media_table is not None or self.cross_attn is not None
@@ -172,11 +169,6 @@ class DecoderBlock(DecoderLayer):
             *(() if self.cross_attn is None else self.cross_attn.static_key()),
             *self.mlp.static_key(),
         )
-
-
-def _rows_of(matrix: Tensor, rows: Tensor | None) -> Tensor:
-    """The `rows` of [T, D]: [R, D]. Without `rows`, all of it."""
-    return matrix if rows is None else F.embedding(rows, matrix)
 
 
 def _media_table(width: int, options: BuildOptions) -> Tensor:
@@ -258,8 +250,9 @@ class Decoder(CausalLM):
         if config.audio is not None and options.cross is not None:
             self.audio = AudioTower(config.audio, options)
             self.cross_table = CrossTable(options.cross, options)
+        block = PartBlock if config.mlp_layers else DecoderBlock
         self.layers = StageLayers(
-            (DecoderBlock(config, options, layer) for layer in range(first, first + count)), first
+            (block(config, options, layer) for layer in range(first, first + count)), first
         )
         self.final_norm = build_norm(config, options) if is_last else None
         self.lm_head = None

@@ -23,7 +23,8 @@ _SCALE_BYTES = 4
 class KVCache(list[tuple[Tensor, Tensor]]):
     """For each layer (k_cache, v_cache), each [blocks, num_kv_heads, tokens, E] and contiguous.
 
-    A recurrent layer has (conv_state, state) in their place; see `RecurrentCache`.
+    A recurrent layer has (conv_state, state) in their place; see `RecurrentCache`. A layer that
+    keeps nothing has two tensors without elements.
 
     E is the size of a key or of a value. In int8 it is larger by 4 elements, for the float32 scale
     of each key and value. The backend chooses where in a block the scales are.
@@ -87,6 +88,8 @@ class KVCacheSpec:
     windows: tuple[int, ...] = ()  # of each layer, as `kv_groups` takes them; empty = all 0
     groups: tuple[KVGroup, ...] = WHOLE_CACHE  # those of the whole model
     recurrent: RecurrentCache | None = None  # what other layers keep
+    # Of the stage, per layer: whether it keeps nothing. Empty = every layer keeps something.
+    stateless: tuple[bool, ...] = ()
 
     @property
     def place_sizes(self) -> tuple[int, int]:
@@ -141,13 +144,28 @@ class KVCacheSpec:
                 for page in pages[place.slot]
             )
             layers.append((k_cache[place.piece :], v_cache[place.piece :]))
-        if self.recurrent is not None:
-            attention = iter(layers)
-            layers = [
-                self.recurrent.allocate(num_states, device) if is_recurrent else next(attention)
-                for is_recurrent in self.recurrent.layers
-            ]
+        layers = self._with_other_layers(layers, device, num_states)
         return KVCache(layers, [side for page in pages for side in page])
+
+    def _with_other_layers(
+        self, attention: list[tuple[Tensor, Tensor]], device: torch.device, num_states: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The caches of all layers, those of layers without attention included."""
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        none = (False,) * max(len(recurrent), len(self.stateless), len(attention))
+        nothing = torch.empty(0, dtype=self.dtype, device=device)
+        with_attention = iter(attention)
+        layers: list[tuple[Tensor, Tensor]] = []
+        for is_recurrent, is_stateless in zip(
+            recurrent or none, self.stateless or none, strict=True
+        ):
+            if is_stateless:
+                layers.append((nothing, nothing))
+            elif is_recurrent and self.recurrent is not None:
+                layers.append(self.recurrent.allocate(num_states, device))
+            else:
+                layers.append(next(with_attention))
+        return layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "ostinato.models.families.mixtral:MixtralForCausalLM",
     "MptForCausalLM": "ostinato.models.families.mpt:MptForCausalLM",
+    "NemotronHForCausalLM": "ostinato.models.families.nemotron_h:NemotronHForCausalLM",
     "Olmo2ForCausalLM": "ostinato.models.families.olmo2:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "ostinato.models.families.olmo3:Olmo3ForCausalLM",
     "OlmoeForCausalLM": "ostinato.models.families.olmoe:OlmoeForCausalLM",

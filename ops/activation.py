@@ -23,6 +23,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }
@@ -38,6 +39,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # arXiv:1606.08415
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),  # arXiv:2109.08668
     "silu": F.silu,
 }
 

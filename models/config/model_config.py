@@ -85,6 +85,9 @@ class ModelConfig:
     latent: LatentSpec | None = None  # of a model with multi-head latent attention
     moe: MoESpec | None = None  # the experts of a mixture-of-experts model
     recurrent: RecurrentSpec | None = None  # what some layers have in place of attention
+    # Per layer, if blocks have one part each (models/layers/block_parts.py): whether it is the MLP
+    # or the experts. Empty = every block has two parts.
+    mlp_layers: tuple[bool, ...] = ()
     has_positions: bool = True  # False = no positions at all (arXiv:2305.19466)
     position_offset: int = 0  # the learned position of a sequence's first token
     local_rope: Rope | None = None  # a second rotary embedding
@@ -121,11 +124,12 @@ class ModelConfig:
         return self._attention_windows(Span.of(self.num_layers))
 
     def _attention_windows(self, layers: Span) -> tuple[int, ...]:
-        stage = slice(layers.start, layers.start + layers.size)
-        if self.recurrent is None:
-            return self.sliding_windows[stage]
-        pairs = zip(self.sliding_windows[stage], self.recurrent.layers[stage], strict=True)
-        return tuple(window for window, is_recurrent in pairs if not is_recurrent)
+        none = (False,) * self.num_layers
+        recurrent = none if self.recurrent is None else self.recurrent.layers
+        without = map(any, zip(recurrent, self.mlp_layers or none, strict=True))
+        pairs = list(zip(self.sliding_windows, without, strict=True))
+        stage = pairs[layers.start : layers.start + layers.size]
+        return tuple(window for window, has_none in stage if not has_none)
 
     @property
     def state_operations(self) -> int:
@@ -138,6 +142,14 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return self.moe is not None or self.has_recorded_experts
+
+    @property
+    def _has_dense_mlp(self) -> bool:
+        """Whether a layer has an MLP without experts."""
+        everywhere, nowhere = (True,) * self.num_layers, (False,) * self.num_layers
+        sparse = nowhere if self.moe is None else self.moe.layers
+        pairs = zip(self.mlp_layers or everywhere, sparse, strict=True)
+        return any(has_mlp and not has_experts for has_mlp, has_experts in pairs)
 
     @property
     def widest_mlp(self) -> int:
@@ -182,7 +194,7 @@ class ModelConfig:
             if is_so:
                 return f"{what} are not divided among ranks; set parallel.tensor to 1"
         sizes = {"num_attention_heads": self.num_heads}
-        if self.moe is None or not all(self.moe.layers):
+        if self._has_dense_mlp:
             sizes["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             sizes["intermediate size of an expert"] = self.moe.intermediate_size
@@ -248,6 +260,7 @@ class ModelConfig:
             windows=windows,
             groups=groups,
             recurrent=recurrent,
+            stateless=self.mlp_layers[layers.start : layers.start + layers.size],
         )
 
     def attention_spec(

@@ -17,7 +17,7 @@ class MoESpec:
     intermediate_size: int  # the intermediate size of one expert
     layers: tuple[bool, ...]  # for each block, whether it has experts
     has_score_bias: bool = False  # experts are chosen by score + bias (arXiv:2408.15664)
-    has_bias: bool = False  # the router and the experts have biases
+    has_bias: bool = False  # the router and the experts, which are gated, have biases
     float32_router: bool = False  # logits are not rounded to the activations' dtype
     scales_input: bool = False  # the routing weights multiply an expert's input, not its result
     # intermediate size of the shared expert, to which every token goes; 0 = none

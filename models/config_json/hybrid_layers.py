@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
 
 from ostinato.models.config.block_spec import BlockSpec, NormKind, QKNorm
 from ostinato.models.config.model_config import HFConfig, ModelConfig
@@ -19,13 +20,27 @@ from ostinato.models.config_json.hf_fields import (
 )
 
 __all__ = (
+    "PartKind",
     "read_conv_width",
     "read_gated_delta_config",
     "read_lfm2_config",
+    "read_part_kinds",
     "recurrent_layers",
 )
 
+
+class PartKind(StrEnum):
+    """The part of a block that has one part alone, by its name in the newest files."""
+
+    mamba = "linear_attention"
+    attention = "full_attention"
+    mlp = "mlp"
+    moe = "moe"
+
+
 _ATTENTION, _CONVOLUTION, _DELTA = "full_attention", "conv", "linear_attention"
+_PART_LETTERS = {"M": PartKind.mamba, "*": PartKind.attention, "-": PartKind.mlp, "E": PartKind.moe}
+_OLDER_PARTS = {"mamba": PartKind.mamba, "attention": PartKind.attention}
 _WIDTHS = range(2, 17)  # of the convolutions that the CPU kernels compute
 _GATED_DELTA_KEYS = DecoderKeys(rotary_fraction=0.25)
 _LFM2_KEYS = DecoderKeys(norm_eps="norm_eps", default_norm_eps=1e-5, rope_theta=1_000_000.0)
@@ -50,6 +65,52 @@ def recurrent_layers(kinds: object, recurrent: str, num_layers: int) -> tuple[bo
             "without attention has no KV cache and is not supported"
         )
     return tuple(kind == recurrent for kind in kinds)
+
+
+def read_part_kinds(hf_config: HFConfig) -> tuple[PartKind, ...]:
+    """The part of each block of Nemotron-H.
+
+    Files of transformers 5 have a list of names. Older files have `hybrid_override_pattern`, a text
+    with one letter for each block.
+
+    Raises:
+        ValueError: a name or a letter is unknown; the list, the text and `num_hidden_layers` do not
+            fit each other; or no block has attention.
+    """
+    pattern = hf_config.get("hybrid_override_pattern")
+    if pattern is not None and not (
+        isinstance(pattern, str) and pattern and _PART_LETTERS.keys() >= set(pattern)
+    ):
+        raise ValueError(
+            f"config.json: hybrid_override_pattern={pattern!r} must be a text with one of "
+            f"{' '.join(_PART_LETTERS)} for each layer"
+        )
+    key = "layer_types" if hf_config.get("layers_block_type") is None else "layers_block_type"
+    listed = hf_config.get(key)
+    if listed is None:
+        default = [PartKind.mamba, PartKind.moe, PartKind.attention, PartKind.mlp]
+        kinds = default if pattern is None else [_PART_LETTERS[letter] for letter in pattern]
+    else:
+        known = {**_OLDER_PARTS, **{str(kind): kind for kind in PartKind}}
+        refuse_other_kinds(key, listed, known, len(listed) if isinstance(listed, list) else 0)
+        kinds = [known[kind] for kind in listed]
+        if pattern is not None and kinds != [_PART_LETTERS[letter] for letter in pattern]:
+            raise ValueError(
+                f"config.json: {key}={listed} and hybrid_override_pattern={pattern!r} differ; "
+                "remove one of them"
+            )
+    if hf_config.get("num_hidden_layers", len(kinds)) != len(kinds):
+        raise ValueError(
+            f"config.json: num_hidden_layers={hf_config['num_hidden_layers']}, but "
+            f"{key if listed is not None else 'hybrid_override_pattern'} has {len(kinds)} layers; "
+            "make them equal"
+        )
+    if PartKind.attention not in kinds:
+        raise ValueError(
+            f"config.json: {key} must have {PartKind.attention} for at least one layer; a model "
+            "without attention has no KV cache and is not supported"
+        )
+    return tuple(kinds)
 
 
 def read_conv_width(hf_config: HFConfig, key: str, default: int) -> int:

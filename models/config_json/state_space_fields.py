@@ -1,4 +1,4 @@
-"""Reads the Mamba-2 mixers of a config.json, with the names that Bamba and Granite 4 have."""
+"""Reads the Mamba-2 mixers of a config.json: the keys of Bamba and Granite 4, and of Nemotron-H."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from ostinato.models.config.recurrent_spec import StateSpaceSpec
 from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
 from ostinato.models.config_json.hybrid_layers import read_conv_width
 
-__all__ = ("read_state_space",)
+__all__ = ("read_nemotron_state_space", "read_state_space")
+
+# Key of Nemotron-H in older files -> its key in newer ones.
+_OLDER = {
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_n_groups": "n_groups",
+}
 
 
 def read_state_space(
@@ -47,11 +55,7 @@ def read_state_space(
             f"config.json: mamba_expand * hidden_size={inner} must be mamba_n_heads={num_heads} "
             f"times mamba_d_head={head_dim}"
         )
-    if num_heads % num_groups:
-        raise ValueError(
-            f"config.json: mamba_n_heads={num_heads} is not a multiple of "
-            f"mamba_n_groups={num_groups}"
-        )
+    _refuse_uneven_groups("mamba_n_heads", num_heads, "mamba_n_groups", num_groups)
     return StateSpaceSpec(
         layers=layers,
         num_heads=num_heads,
@@ -64,6 +68,50 @@ def read_state_space(
         step_limits=_step_limits(hf_config),
         norm_eps=norm_eps,
     )
+
+
+def read_nemotron_state_space(
+    hf_config: HFConfig, layers: tuple[bool, ...], norm_eps: float
+) -> StateSpaceSpec | None:
+    """The recurrent mixers of Nemotron-H.
+
+    Time steps have the limits of `time_step_limit`, as in the model's published code. The class of
+    transformers 5.24 takes `time_step_min` as the lower limit, which is a value for training
+    (https://github.com/huggingface/transformers/pull/48989).
+
+    Args, Returns, Raises: as `read_state_space`.
+    """
+    older = {new: hf_config[old] for old, new in _OLDER.items() if old in hf_config}
+    stated = {**hf_config, **older}
+    must_be = {"mamba_hidden_act": "silu", "mamba_proj_bias": False}
+    refuse_other_values(stated, {**must_be, "mamba_ssm_cache_dtype": "float32"})
+    if not any(layers):
+        return None
+    num_heads = read_integer(stated, "mamba_num_heads", default=128)
+    num_groups = read_integer(stated, "n_groups", default=8)
+    state_size = read_integer(stated, "ssm_state_size", default=128)
+    _refuse_uneven_groups("mamba_num_heads", num_heads, "n_groups", num_groups)
+    # Some published files state these values again.
+    refuse_other_values(stated, {"mamba_num_groups": num_groups, "mamba_state_dim": state_size})
+    return StateSpaceSpec(
+        layers=layers,
+        num_heads=num_heads,
+        head_dim=read_integer(stated, "mamba_head_dim", default=64),
+        state_size=state_size,
+        num_groups=num_groups,
+        conv_width=read_conv_width(stated, "conv_kernel", 4),
+        has_conv_bias=bool(stated.get("use_conv_bias", True)),
+        has_bias=bool(stated.get("use_bias", False)),
+        step_limits=_step_limits(stated),
+        norm_eps=norm_eps,
+    )
+
+
+def _refuse_uneven_groups(heads_key: str, num_heads: int, groups_key: str, num_groups: int) -> None:
+    if num_heads % num_groups:
+        raise ValueError(
+            f"config.json: {heads_key}={num_heads} is not a multiple of {groups_key}={num_groups}"
+        )
 
 
 def _step_limits(hf_config: HFConfig) -> tuple[float, float]:

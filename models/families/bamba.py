@@ -11,17 +11,28 @@ from ostinato.models.config_json.hf_fields import read_layers, refuse_other_valu
 from ostinato.models.config_json.state_space_fields import read_state_space
 from ostinato.models.decoder import Decoder
 
-__all__ = ("MAMBA_NAMES", "BambaForCausalLM")
+__all__ = ("MAMBA_NAMES", "BambaForCausalLM", "mamba_names")
 
-MAMBA_NAMES = (
-    ("mixer.a_log", "mamba.A_log"),
-    ("mixer.conv_bias", "mamba.conv1d.bias"),
-    ("mixer.conv", "mamba.conv1d.weight"),
-    ("mixer.norm", "mamba.norm.weight"),
-    ("mixer.skip", "mamba.D"),
-    ("mixer.", "mamba."),
-)
-"""(our name, the name in checkpoints) of the parts of a Mamba-2 mixer."""
+
+def mamba_names(ours: str, stored: str) -> tuple[tuple[str, str], ...]:
+    """(our name, the name in checkpoints) of the parts of a Mamba-2 mixer.
+
+    Args:
+        ours: the name of the mixer in a block.
+        stored: its name in checkpoints. It must not contain `ours`.
+    """
+    return (
+        (f"{ours}.a_log", f"{stored}.A_log"),
+        (f"{ours}.conv_bias", f"{stored}.conv1d.bias"),
+        (f"{ours}.conv", f"{stored}.conv1d.weight"),
+        (f"{ours}.norm", f"{stored}.norm.weight"),
+        (f"{ours}.skip", f"{stored}.D"),
+        (f"{ours}.", f"{stored}."),
+    )
+
+
+MAMBA_NAMES = mamba_names("mixer", "mamba")
+"""The names in the checkpoints of Bamba and Granite 4."""
 
 _KEYS = DecoderKeys(rotary_fraction=0.5, default_norm_eps=1e-5, default_positions=262_144)
 

@@ -35,7 +35,7 @@ from ostinato.models.base import FewRows
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.layers.mixers.attention_layer import Attention
 from ostinato.models.layers.mlp import GatedMLP
-from ostinato.models.layers.moe import MoE
+from ostinato.models.layers.moe import Experts, MoE
 from ostinato.models.layers.norm_layers import RMSNorm
 from ostinato.models.step_tensors import StepInputs
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
@@ -160,7 +160,8 @@ class FewRowsBlock(FewRows):
         rows: Tensor | None,
     ) -> Tensor:
         """`forward` with experts; the first kernel clears the counters of later ones."""
-        attention, norm = self.self_attn, self.attention_norm
+        attention, norm, experts = self.self_attn, self.attention_norm, moe.experts
+        assert isinstance(experts, Experts), "`of` accepts no others"
         qkv, counters = norm_linear(
             hidden,
             norm.weight,
@@ -181,11 +182,11 @@ class FewRowsBlock(FewRows):
             self.mlp_norm.eps,
             moe.gate.weights["weight"],
             moe.score_bias,
-            moe.experts.gate_up_proj.weights["weight"],
-            moe.experts.down_proj.weights["weight"],
+            experts.gate_up_proj.weights["weight"],
+            experts.down_proj.weights["weight"],
             moe.spec.route,
             rounds_logits=not moe.spec.float32_router,
-            activation=moe.experts.activation,
+            activation=experts.activation,
             counters=counters,
         )
 
@@ -256,10 +257,10 @@ def _has_kernel(mlp: GatedMLP) -> bool:
 def _has_plain_experts(moe: MoE) -> bool:
     """Whether the fused kernels support the experts, and no other kernels were chosen for them.
 
-    Supported experts have no biases and no shared expert, and are all on this rank.
+    Supported experts have gates, no biases and no shared expert, and are all on this rank.
     """
     route, experts = moe.spec.route, moe.experts
-    return (
+    return isinstance(experts, Experts) and (
         all(map(_is_plain, (moe.gate, experts.gate_up_proj, experts.down_proj)))
         and experts.activation in ACTIVATIONS
         and not experts.by_flashinfer

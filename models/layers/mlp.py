@@ -54,12 +54,19 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(activation(up(x)))."""
+    """down(activation(up(x))).
 
-    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+    Args:
+        config, options, intermediate_size: as for `GatedMLP`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: BuildOptions, intermediate_size: int | None = None
+    ) -> None:
         super().__init__()
         hidden_size, bias = config.hidden_size, config.block.mlp_bias
-        inner = options.shard.span(config.intermediate_size, "intermediate_size")
+        size = intermediate_size or config.intermediate_size
+        inner = options.shard.span(size, "intermediate_size")
         self.activation = config.activation
         self.up_proj = Linear(hidden_size, inner, options, bias=bias)
         self.down_proj = Linear(inner, hidden_size, options, bias=bias)
@@ -74,6 +81,9 @@ class PlainMLP(nn.Module):
         return ("mlp", self.activation, self.up_proj.static_key, self.down_proj.static_key)
 
 
-def build_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP | PlainMLP:
-    """The MLP that the model's blocks use."""
-    return (GatedMLP if config.block.is_gated else PlainMLP)(config, options)
+def build_mlp(
+    config: ModelConfig, options: BuildOptions, intermediate_size: int | None = None
+) -> GatedMLP | PlainMLP:
+    """The kind of MLP that the model's blocks use; `intermediate_size` is as for `GatedMLP`."""
+    mlp = GatedMLP if config.block.is_gated else PlainMLP
+    return mlp(config, options, intermediate_size)

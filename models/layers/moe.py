@@ -10,7 +10,7 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import BuildOptions, RouterLinear
-from ostinato.models.layers.mlp import GatedMLP
+from ostinato.models.layers.mlp import GatedMLP, PlainMLP, build_mlp
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.activation import activate
 from ostinato.ops.moe.flashinfer_experts import (
@@ -20,7 +20,7 @@ from ostinato.ops.moe.flashinfer_experts import (
 )
 from ostinato.ops.moe.routing import RouteSpec, Scoring, route
 
-__all__ = ("Experts", "MoE")
+__all__ = ("Experts", "MoE", "PlainExperts")
 
 
 class Experts(nn.Module):
@@ -65,9 +65,7 @@ class Experts(nn.Module):
         if self.by_flashinfer:
             return self._by_flashinfer(x, ids, routing_weights, residual)
         inner = activate(self.gate_up_proj(x, ids), self.activation, gated=True)
-        if not self.down_proj.is_partial:
-            return self.down_proj(inner, ids, routing_weights, residual)
-        return self.down_proj.reduce(self.down_proj(inner, ids, routing_weights), residual)
+        return _weighted_sum(self.down_proj, inner, ids, routing_weights, residual)
 
     @property
     def why_unsupported(self) -> str | None:
@@ -112,6 +110,58 @@ class Experts(nn.Module):
         return result if residual is None else result + residual
 
 
+class PlainExperts(nn.Module):
+    """MLPs without gates: up and down.
+
+    Raises:
+        ValueError: FlashInfer's kernels were chosen. All of their activations are gated.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: BuildOptions, num_experts: int, intermediate_size: int
+    ) -> None:
+        super().__init__()
+        if options.experts is not ExpertKernels.auto:
+            raise ValueError(
+                f"graphs.experts={options.experts} has kernels for gated experts only, and this "
+                "model's experts have no gates; leave graphs.experts at auto"
+            )
+        size = config.hidden_size
+        inner = options.shard.span(intermediate_size, "intermediate size of an expert")
+        self.activation = config.activation
+        self.up_proj = ExpertLinear(num_experts, size, (inner,), options)
+        self.down_proj = ExpertLinear(num_experts, inner, (size,), options)
+
+    def forward(
+        self, x: Tensor, ids: Tensor, routing_weights: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        """As `Experts.forward`."""
+        return _weighted_sum(
+            self.down_proj,
+            activate(self.up_proj(x, ids), self.activation),
+            ids,
+            routing_weights,
+            residual,
+        )
+
+    def static_key(self) -> tuple[object, ...]:
+        """Everything that the traced program depends on besides tensors."""
+        return ("plain", self.activation, self.up_proj.static_key, self.down_proj.static_key)
+
+
+def _weighted_sum(
+    down: ExpertLinear,
+    inner: Tensor,
+    ids: Tensor,
+    routing_weights: Tensor,
+    residual: Tensor | None,
+) -> Tensor:
+    """The products of down for each token and expert, summed with weights, and the residual."""
+    if not down.is_partial:
+        return down(inner, ids, routing_weights, residual)
+    return down.reduce(down(inner, ids, routing_weights), residual)
+
+
 class MoE(nn.Module):
     """A router, its experts and, in some models, an MLP for all tokens (a shared expert).
 
@@ -134,17 +184,20 @@ class MoE(nn.Module):
         if spec.has_score_bias:
             values = torch.empty(num_experts, dtype=torch.float32, device=options.device)
             self.score_bias = nn.Parameter(values, requires_grad=False)
-        self.experts = Experts(
-            config, options, num_experts, spec.intermediate_size, bias=spec.has_bias
+        inner = spec.intermediate_size
+        self.experts = (
+            Experts(config, options, num_experts, inner, bias=spec.has_bias)
+            if config.block.is_gated
+            else PlainExperts(config, options, num_experts, inner)
         )
-        self.shared_expert: GatedMLP | None = None
+        self.shared_expert: GatedMLP | PlainMLP | None = None
         self.gated_expert: Experts | None = None
         self.shared_gate: RouterLinear | None = None
         if spec.shared_gate:
             self.gated_expert = Experts(config, options, 1, spec.shared_size, bias=False)
             self.shared_gate = RouterLinear(size, 1, options)
         elif spec.shared_size:
-            self.shared_expert = GatedMLP(config, options, spec.shared_size)
+            self.shared_expert = build_mlp(config, options, spec.shared_size)
 
     def forward(self, x: Tensor, residual: Tensor | None, slots: Tensor | None = None) -> Tensor:
         """[T, D] -> [T, D], added to the residual if there is one.

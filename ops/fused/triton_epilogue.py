@@ -43,6 +43,8 @@ def gated(gate, up, KIND: tl.constexpr):
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # (1 + tanh(y)) / 2 = 1 - 1 / (exp(2 y) + 1), which is right even where exp overflows.
         active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    elif KIND == "relu2":
+        active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     else:
         tl.static_assert(KIND == "relu", "an activation without a kernel")
         active = tl.maximum(gate, 0.0)

@@ -66,7 +66,7 @@ class ModelFootprint:
     state_bytes: int = 0  # a slot's states of all recurrent layers on this rank
     mixer_bytes: int = 0  # one token between the projections of a recurrent layer
     # This rank has no layer with keys and values, because all of them are on other stages.
-    keeps_states_alone: bool = False
+    keeps_no_keys: bool = False
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a block of the pool, of `block_size` tokens a unit."""

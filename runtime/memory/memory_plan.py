@@ -229,7 +229,7 @@ def plan_memory(
     )
     states = StateChoice.of(model, cache, scheduler)
     room = _room(plan, model, states)
-    if not bytes_per_block and not states.has_states:
+    if not (bytes_per_block or states.has_states or model.keeps_no_keys):
         reason = "KV cache: none, an encoder keeps no keys and values"
         return _without_blocks(
             replace(plan, reasons=(*plan.reasons, reason)), scheduler.max_num_seqs
@@ -293,8 +293,8 @@ def _with_cache(
     plan = replace(plan, num_states=num_states, reasons=(*plan.reasons, reason))
     if states.has_states:
         plan = replace(plan, reasons=(*plan.reasons, states.reason(num_states)))
-    if model.keeps_states_alone:
-        reason = "KV blocks: none on this stage, whose layers are all recurrent"
+    if model.keeps_no_keys:
+        reason = "KV blocks: none on this stage, whose layers have no attention"
         return replace(plan, num_blocks=_ANY_NUMBER, reasons=(*plan.reasons, reason))
     if not bytes_per_block:
         return _without_blocks(plan, num_seqs)

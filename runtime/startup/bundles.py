@@ -42,7 +42,7 @@ __all__ = (
 )
 
 # Keys of a config.json that models with recurrent layers have.
-_RECURRENT_KEYS = {"linear_num_value_heads", "conv_L_cache", "mamba_n_heads"}
+_RECURRENT_KEYS = {"linear_num_value_heads", "conv_L_cache", "mamba_n_heads", "mamba_num_heads"}
 _DEMO_CONFIG = Path(__file__).parents[2] / "models" / "demo" / "config.json"
 
 

@@ -48,6 +48,8 @@ KNOWN = {
     "mistral-small-3.1-24b": (24_011_361_280, 131_072),
     "mixtral-8x22b": (140_630_071_296, 65_536),
     "mixtral-8x7b": (46_702_792_704, 32_768),
+    "nemotron-3-nano-30b-a3b": (31_577_940_288, 262_144),
+    "nemotron-nano-9b-v2": (8_888_227_328, 131_072),
     "olmo2-13b": (13_716_198_400, 4_096),
     "olmo2-1b": (1_484_916_736, 4_096),
     "olmo2-32b": (32_234_279_936, 4_096),
@@ -155,6 +157,7 @@ def test_the_plan_holds_the_weights_and_the_cache(option: str):
     if "num_key_value_heads" in given and "layer_types" not in given:
         heads = given["num_key_value_heads"]
         layers = len(given.get("full_attn_idxs", range(given["num_hidden_layers"])))
+        layers = given.get("hybrid_override_pattern", "*" * layers).count("*")
         layers //= given.get("full_attention_interval", 1)
         head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
         values = head_dim

@@ -168,7 +168,10 @@ class Pipeline:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3", "llama-tied", "gpt2", "gemma3", "bloom", "qwen2-moe", "opt", "lfm2", "qwen3.5"],
+    [
+        *("llama3", "llama-tied", "gpt2", "gemma3", "bloom", "qwen2-moe", "opt"),
+        *("lfm2", "qwen3.5", "nemotron-h", "nemotron-h-attention", "nemotron-h-bias"),
+    ],
 )
 def test_stages_compute_the_logits_of_the_whole_model(tmp_path: Path, name: str) -> None:
     pipeline = Pipeline(save(reference_model(VARIANTS[name]), VARIANTS[name], tmp_path), 3)

@@ -186,6 +186,8 @@ CASES = [
     ("olmoe", 2),
     ("bamba", 2),
     ("granite4-dense", 4),
+    ("nemotron-h", 2),  # blocks of one part
+    ("nemotron-h-moe", 2),  # experts without gates
     ("lfm2", 2),
     ("lfm2-moe", 2),
     ("qwen3-next", 2),  # two kinds of projections whose rows are stored by heads

@@ -91,7 +91,9 @@ def test_rotated_heads(
 @pytest.mark.parametrize("kind", _KINDS)
 def test_activations(kernels: SimpleNamespace, dtype: torch.dtype, kind: str) -> None:
     x = torch.linspace(-30, 30, 7 * 730).view(7, 730).to(dtype)
-    x[0, :4] = torch.tensor([-900.0, 900.0, 0.0, -100.0], dtype=dtype)
+    # In float16, 900 squared is infinite.
+    large = 40.0 if (kind, dtype) == ("relu2", torch.float16) else 900.0
+    x[0, :4] = torch.tensor([-large, large, 0.0, -100.0], dtype=dtype)
     gate, up = x.double().chunk(2, dim=-1)
     exact = activation._PLAIN[kind]
     _assert_close(kernels.activation(x, kind, False), exact(x.double()), scale=4.0)

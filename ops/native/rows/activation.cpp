@@ -14,7 +14,7 @@ OSTINATO_INLINE F32 sigmoid(F32 x) {
   return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
 }
 
-enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai, sigmoid };
+enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, relu2, swigluoai, sigmoid };
 
 constexpr float kGateLimit = 7.0f;  // the limit of swigluoai, for gates and factors
 
@@ -50,6 +50,11 @@ void activate(Activation kind, float* x, int64_t count) {
       });
     case Activation::gelu: return apply(x, count, gelu);
     case Activation::relu: return apply(x, count, [](F32 x) { return max(x, broadcast(0.0f)); });
+    case Activation::relu2:
+      return apply(x, count, [](F32 x) {
+        const F32 positive = max(x, broadcast(0.0f));
+        return positive * positive;
+      });
     case Activation::swigluoai:
       return apply(x, count, [](F32 x) {
         const F32 gate = min(x, broadcast(kGateLimit));
@@ -65,8 +70,9 @@ Activation activation_named(const std::string& name) {
   if (name == "quick_gelu") return Activation::quick_gelu;
   if (name == "gelu") return Activation::gelu;
   if (name == "relu") return Activation::relu;
+  if (name == "relu2") return Activation::relu2;
   if (name == "swigluoai") return Activation::swigluoai;
-  throw_invalid_argument({"kind must be silu, gelu_tanh, quick_gelu, gelu, relu or swigluoai, got ", name});
+  throw_invalid_argument({"kind must be silu, gelu_tanh, quick_gelu, gelu, relu, relu2 or swigluoai, got ", name});
 }
 
 // The factor on an activated gate.

@@ -157,7 +157,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         else model.recurrent.step_bytes(
             source.dtype.itemsize, source.shard, is_cpu=source.device.type == "cpu"
         ),
-        keeps_states_alone=not unit.num_layers and bool(model.attention_windows),
+        keeps_no_keys=not unit.num_layers and bool(model.attention_windows),
         hidden_size=model.hidden_size,
         # Every rank holds the activations of experts in full width.
         intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),

@@ -104,6 +104,7 @@ OF_FAMILY = {
     "Llama4ForCausalLM": EXPERTS | {"intermediate_size_mlp": 64},
     "LlavaForConditionalGeneration": {"text_config": {**LLAMA, "model_type": "llama"}},
     "Mistral3ForConditionalGeneration": {"text_config": {**LLAMA, "num_key_value_heads": 8}},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*-"},
     "Qwen2AudioForConditionalGeneration": SOUNDS,
     "Qwen2VLForConditionalGeneration": IMAGES,
     "Qwen2_5_VLForConditionalGeneration": IMAGES,

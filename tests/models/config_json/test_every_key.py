@@ -41,6 +41,20 @@ _NO_EXPERTS = {
     "intermediate_size": "the size of an expert, and this variant has none",
     "num_experts_per_tok": "this variant has no experts",
 }
+_NO_SPARSE_PARTS = "this variant has no experts"
+_NEMOTRON_EXPERTS = dict.fromkeys(
+    (
+        "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "topk_group",
+    ),
+    _NO_SPARSE_PARTS,
+)
 _NO_ROPE = {
     "rope_parameters.rope_theta": "this variant has no rotary embedding",
     "rope_parameters.rope_type": "this variant has no rotary embedding",
@@ -130,6 +144,32 @@ NEUTRAL_IN = {
         "learned_pos_emb": "read only without ALiBi, and models without ALiBi are refused",
         "norm_type": "the kinds of norms differ in precision only",
     },
+    "nemotron_h": {
+        "chunk_size": "changes only the order of additions",
+        "expand": "mamba_num_heads and mamba_head_dim decide",
+        "moe_shared_expert_overlap": "changes only the order of computation",
+        "mtp_layers_block_type": "speculation.method=mtp is refused for recurrent layers",
+        "num_logits_to_keep": "selects logits of a prompt; requests do that here",
+        "num_nextn_predict_layers": "speculation.method=mtp is refused for recurrent layers",
+        "rescale_prenorm_residual": "training",
+        "time_step_floor": "training",
+        "time_step_max": "training",
+        "time_step_min": "training",
+        "use_mamba_kernels": "it has no effect in transformers either",
+    },
+    "nemotron-h": _NEMOTRON_EXPERTS,
+    "nemotron-h-attention": {
+        **_NEMOTRON_EXPERTS,
+        "conv_kernel": _NO_MIXERS,
+        "mamba_head_dim": _NO_MIXERS,
+        "mamba_num_heads": _NO_MIXERS,
+        "n_groups": _NO_MIXERS,
+        "ssm_state_size": _NO_MIXERS,
+        "time_step_limit": _NO_MIXERS,
+        "use_bias": _NO_MIXERS,
+        "use_conv_bias": _NO_MIXERS,
+    },
+    "nemotron-h-bias": _NEMOTRON_EXPERTS,
     "opt": {"intermediate_size": "no key of OPT, which has ffn_dim"},
     "phi3": {"original_max_position_embeddings": "only for scaled rotary embeddings"},
     "qwen2": {

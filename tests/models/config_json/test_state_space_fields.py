@@ -34,6 +34,20 @@ GRANITE = SHARED | {
     "rope_theta": 10000,
     "residual_multiplier": 0.5,
 }
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "hybrid_override_pattern": "M-*E",
+    "num_attention_heads": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+LIST = {"hybrid_override_pattern": "absent"}
 BAMBA = SHARED | {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1]}
 
 
@@ -105,6 +119,60 @@ def test_attention_in_all_layers() -> None:
     assert read(GRANITE, layer_types=["attention"] * 4).recurrent is None
 
 
+def test_parts_of_nemotron() -> None:
+    config = read(NEMOTRON)
+    assert mixer(config) == StateSpaceSpec(
+        layers=(True, False, False, False),
+        num_heads=8,
+        head_dim=16,
+        state_size=16,
+        num_groups=2,
+        conv_width=4,
+        has_conv_bias=True,
+        has_bias=False,
+        step_limits=(0.0, math.inf),
+        norm_eps=1e-5,
+    )
+    assert config.mlp_layers == (False, True, False, True)
+    assert config.moe is not None
+    assert config.moe.layers == (False, False, False, True)
+    assert (config.activation, config.block.is_gated) == ("relu2", False)
+    assert (config.rope, config.has_positions, len(config.attention_windows)) == (None, False, 1)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["mamba", "mlp", "attention", "moe"],
+        ["linear_attention", "mlp", "full_attention", "moe"],
+    ],
+)
+@pytest.mark.parametrize("key", ["layers_block_type", "layer_types"])
+@pytest.mark.parametrize("pattern", ["absent", "M-*E"])
+def test_the_parts_in_other_files(kinds: list[str], key: str, pattern: str) -> None:
+    stated = {key: kinds, "hybrid_override_pattern": pattern, "num_hidden_layers": "absent"}
+    assert read(NEMOTRON, **stated) == read(NEMOTRON)
+
+
+def test_older_names_of_the_keys_of_nemotron() -> None:
+    older = {
+        "mamba_conv_bias": False,
+        "mamba_d_conv": 3,
+        "mamba_dt_limit": [0.1, 0.5],
+        "mamba_n_groups": 4,
+    }
+    newer = {"use_conv_bias": False, "conv_kernel": 3, "time_step_limit": [0.1, 0.5], "n_groups": 4}
+    assert read(NEMOTRON, **older) == read(NEMOTRON, **newer) != read(NEMOTRON)
+
+
+def test_only_layers_with_a_dense_mlp_divide_it() -> None:
+    sparse = read(NEMOTRON, hybrid_override_pattern="ME*E", intermediate_size=97)
+    assert sparse.why_unshardable(2) is None
+    assert "intermediate_size=97" in str(read(NEMOTRON, intermediate_size=97).why_unshardable(2))
+    groups = read(NEMOTRON, n_groups=1).why_unshardable(2)
+    assert "groups=1 cannot be divided among 2" in str(groups)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
@@ -127,6 +195,25 @@ def test_attention_in_all_layers() -> None:
         (BAMBA, {"time_step_limit": None}, ["time_step_limit", "None"]),
         (BAMBA, {"time_step_limit": [0.2, 0.1]}, ["time_step_limit", "[0.2, 0.1]"]),
         (BAMBA, {"time_step_limit": [0.0, "many"]}, ["time_step_limit", "many"]),
+        (NEMOTRON, {"hybrid_override_pattern": "M-M-"}, ["full_attention", "at least one"]),
+        (NEMOTRON, {"hybrid_override_pattern": "M-*X"}, ["M-*X", "M * - E"]),
+        (NEMOTRON, {"hybrid_override_pattern": ["M"]}, ["hybrid_override_pattern=['M']"]),
+        (NEMOTRON, {"hybrid_override_pattern": "M-*"}, ["num_hidden_layers=4", "has 3 layers"]),
+        (NEMOTRON, {"layers_block_type": ["mamba", "attention"]}, ["differ", "M-*E"]),
+        (NEMOTRON, LIST | {"layer_types": ["mamba", "conv"]}, ["layer_types", "conv"]),
+        (NEMOTRON, LIST | {"layers_block_type": 4}, ["layers_block_type", "got 4"]),
+        (NEMOTRON, {"attention_bias": True}, ["attention_bias=True", "only False"]),
+        (NEMOTRON, {"attention_head_dim": 64}, ["attention_head_dim=64", "only 128"]),
+        (NEMOTRON, {"mamba_hidden_act": "gelu"}, ["mamba_hidden_act=gelu", "only silu"]),
+        (NEMOTRON, {"mamba_num_groups": 4}, ["mamba_num_groups=4", "only 2"]),
+        (NEMOTRON, {"mamba_ssm_cache_dtype": "float16"}, ["mamba_ssm_cache_dtype", "float32"]),
+        (NEMOTRON, {"moe_latent_size": 32}, ["moe_latent_size=32"]),
+        (NEMOTRON, {"n_groups": 3}, ["mamba_num_heads=8", "n_groups=3"]),
+        (NEMOTRON, {"n_shared_experts": 2}, ["n_shared_experts=2", "only 1"]),
+        (NEMOTRON, {"residual_in_fp32": True}, ["residual_in_fp32=True"]),
+        (NEMOTRON, {"rms_norm_eps": 1e-6}, ["rms_norm_eps=1e-06", "only 1e-05"]),
+        (NEMOTRON, {"sliding_window": 64}, ["sliding_window=64"]),
+        (NEMOTRON, {"tie_word_embeddings": True}, ["tie_word_embeddings=True"]),
     ],
 )
 def test_refusals_name_the_key(

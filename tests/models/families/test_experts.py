@@ -142,7 +142,7 @@ def test_a_nan_in_a_router_spoils_its_own_token_alone(
 @pytest.mark.parametrize(
     "name",
     [
-        *(NAME, "glm4-moe", "deepseek-v3"),
+        *(NAME, "glm4-moe", "deepseek-v3", "nemotron-h-moe"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (

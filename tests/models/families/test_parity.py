@@ -29,6 +29,8 @@ PACKED = [
     "llama3",
     "llama-linear-bias",
     "mixtral",
+    "nemotron-h",
+    "nemotron-h-mixed",
     "phi3",
     "qwen3-moe-mixed",
     "qwen3-tied",
@@ -82,6 +84,8 @@ COMPILED = [
     pytest.param(GraphForm.layer, "olmo2", False, marks=SLOW),
     pytest.param(GraphForm.layer, "mistral", False, marks=SLOW),
     (GraphForm.layer, "lfm2", True),  # two kinds of layers
+    (GraphForm.layer, "nemotron-h", True),  # three kinds of layers with one part each
+    pytest.param(GraphForm.layer, "nemotron-h-moe", False, marks=SLOW),
     (GraphForm.layer, "qwen3.5", True),  # gates of attention
     (GraphForm.layer, "qwen3-moe-mixed", True),  # two kinds of layers
     (GraphForm.layer, "qwen2-window", True),  # two kinds of layers
@@ -113,10 +117,14 @@ def test_eager(expected, name: str, backend: str) -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_packed(expected, name: str) -> None:
     model, config = load(expected(name).directory, "cpu", pack=True)
-    # A layer has 4 matrices, and a router before experts; the output head is one more, tied or not.
+    # A layer has 4 matrices, or 2 if it has one part; and a router before experts. The output head
+    # is one more, tied or not.
     # Latent attention adds one matrix, or two if queries have a rank. Shared experts add two.
     matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
-    expected_count = 4 * config.num_layers + 1 + sum(config.moe.layers if config.moe else ())
+    per_layer = 2 if config.mlp_layers else 4
+    expected_count = (
+        per_layer * config.num_layers + 1 + sum(config.moe.layers if config.moe else ())
+    )
     if config.moe is not None and config.moe.shared_size:
         expected_count += 2 * sum(config.moe.layers)
     if config.latent is not None:
@@ -126,7 +134,9 @@ def test_packed(expected, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["bamba", "gpt2", "granite4", "llama3", "qwen3-tied"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "gpt2", "granite4", "llama3", "nemotron-h", "qwen3-tied"]
+)
 def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
     """The distance to float32 logits is at most 1.25 times that of transformers in this dtype."""
     model, config = load(expected(name).directory, "cpu", dtype, pack=True)
@@ -155,6 +165,8 @@ def test_compiled(expected, form: GraphForm, name: str, pack: bool) -> None:
         pytest.param("granite4", marks=SLOW),
         pytest.param("lfm2", marks=SLOW),
         pytest.param("llama4", marks=SLOW),
+        "nemotron-h",
+        "nemotron-h-moe",
         pytest.param("olmo2", marks=SLOW),
         "qwen3.5",
     ],

@@ -51,7 +51,8 @@ BOTH = {
         embedding=Int4(symmetric=False),
     ),
 }
-NAMES = ["bamba", "gpt2", "granite4-dense", "lfm2", "llama3", "qwen2", "qwen3-tied", "qwen3.5"]
+NAMES = ["bamba", "gpt2", "granite4-dense", "lfm2", "llama3", "nemotron-h"]
+NAMES += ["qwen2", "qwen3-tied", "qwen3.5"]
 
 
 @pytest.fixture(scope="module")

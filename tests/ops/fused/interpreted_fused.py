@@ -85,6 +85,7 @@ LINEARS = [
     (70, 20, 40, {"norm", "gelu", "residual"}),
     (2, 16, 600, {"norm", "relu"}),
     (2, 24, 32, {"quick_gelu"}),
+    (4, 32, 40, {"relu2"}),
 ]
 
 

@@ -245,7 +245,7 @@ def test_ranks_give_the_same_tokens(expected: list[list[CompletionOutput]]) -> N
             assert [one.token_ids for one in found] == [one.token_ids for one in alone]
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-bias"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-bias", "nemotron-h", "nemotron-h-mixed"])
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     model = reference_model(variant)

@@ -25,6 +25,12 @@ def layers(count: int, *attention: int) -> tuple[bool, ...]:
     return tuple(layer not in attention for layer in range(count))
 
 
+def parts(letter: str) -> tuple[bool, ...]:
+    """The layers of Nemotron-Nano-9B-v2 that have this letter."""
+    pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    return tuple(each == letter for each in pattern)
+
+
 def delta(count: int) -> DeltaSpec:
     return DeltaSpec(
         layers=layers(count, *range(3, count, 4)),
@@ -63,7 +69,24 @@ MODELS: dict[str, tuple[RecurrentSpec, int, int]] = {
         4,
         128,
     ),
+    "Nemotron-Nano-9B-v2": (
+        StateSpaceSpec(
+            layers=parts("M"),
+            num_heads=128,
+            head_dim=80,
+            state_size=128,
+            num_groups=8,
+            conv_width=4,
+            has_conv_bias=True,
+            has_bias=False,
+            step_limits=(0.0, float("inf")),
+            norm_eps=1e-5,
+        ),
+        8,
+        128,
+    ),
 }
+MLP_LAYERS = {"Nemotron-Nano-9B-v2": parts("-")}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +103,7 @@ def test_the_page_has_the_sizes_of_the_code(config: ModelConfig, name: str) -> N
         num_layers=count,
         sliding_windows=(0,) * count,
         recurrent=spec,
+        mlp_layers=MLP_LAYERS.get(name, ()),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
     )

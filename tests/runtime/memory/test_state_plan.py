@@ -83,7 +83,7 @@ def test_slots_and_blocks_never_exceed_the_memory(
         HYBRID,
         state_bytes=state_bytes,
         kv_bytes_per_token=kv_bytes,
-        keeps_states_alone=not kv_bytes,
+        keeps_no_keys=not kv_bytes,
     )
     try:
         found = plan(model, seqs=seqs, is_set=is_set, **settings)  # type: ignore[arg-type]
@@ -269,11 +269,19 @@ def test_a_stage_without_attention_leaves_the_number_of_blocks_to_the_others(
     assert (without.bytes_per_state, with_blocks.bytes_per_state) == (2 * SLOT_BYTES, SLOT_BYTES)
     assert with_blocks.kv_bytes + with_blocks.state_bytes <= 0.01 * GIB
     assert without.max_model_len == with_blocks.max_model_len == 256
-    assert "KV blocks: none on this stage, whose layers are all recurrent" in without.reasons
+    assert "KV blocks: none on this stage, whose layers have no attention" in without.reasons
     for each in plans:
         spec = each.kv_cache_spec
         cache = spec.allocate(each.memory.num_blocks, torch.device("cpu"), 2)
         assert len(cache) == 2
+
+
+def test_a_stage_of_mlps_alone_keeps_nothing():
+    """Its model has blocks of one part, and none of them is recurrent."""
+    model = replace(HYBRID, has_states=False, state_bytes=0, kv_bytes_per_token=0)
+    stage = plan(replace(model, keeps_no_keys=True))
+    assert (stage.num_blocks, stage.num_states, stage.kv_bytes) == (1 << 30, 0, 0)
+    assert "KV blocks: none on this stage, whose layers have no attention" in stage.reasons
 
 
 def test_a_stage_without_recurrent_layers_has_slots_of_no_bytes():
