@@ -20,6 +20,7 @@ from ostinato.models.gguf.gguf_file import open_gguf
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.quantized_checkpoints.gguf import AsStored
+from ostinato.models.sharding import Shard
 from tests.models.driver import Driver, Sequence
 from tests.models.gguf_files import save_checkpoint
 from tests.models.hybrid_gguf_files import tiled, write_hybrid_gguf
@@ -132,9 +133,18 @@ def test_a_block_that_holds_values_of_two_heads(tmp_path: Path, kind: str) -> No
     tensors = gguf.GGUFReader(file).tensors
     stored = next(one for one in tensors if one.name == "blk.0.ssm_out.weight")
     values = gguf.quants.dequantize(stored.data, gguf.GGMLQuantizationType[kind])
-    module = load(file, "cpu", pack=True)[0].layers[0].mixer.out_proj
+    module = _out_proj(file)
     assert isinstance(module.method, AsStored)
     assert np.array_equal(tiled(module.dense().numpy().T, config, 128).T, values)
+    parts = [_out_proj(file, shard=Shard(rank, 2)).dense() for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), module.dense())
+
+
+def _out_proj(file: Path, **settings: Any) -> LinearBase:
+    model, _ = load(file, "cpu", pack=True, **settings)
+    module = model.get_submodule("layers.0.mixer.out_proj")
+    assert isinstance(module, LinearBase)
+    return module
 
 
 def test_layers_for_multi_token_prediction_are_not_used(saved, tmp_path: Path) -> None:
@@ -242,6 +252,14 @@ def test_a_missing_tensor_is_named(
         CheckpointError, match=rf"lacks tensor model\.{message.removeprefix('model.')}"
     ):
         load(file, "cpu")
+
+
+def test_groups_that_span_two_heads_are_refused(tmp_path: Path) -> None:
+    sizes = {"linear_value_head_dim": 48, "hidden_size": 64}
+    directory = save_checkpoint("qwen3.5", tmp_path, **THREE_TO_TWO, **sizes)
+    file = write_hybrid_gguf(directory, tmp_path / "m.gguf", out_kind="Q8_0")
+    with pytest.raises(CheckpointError, match=r"ssm_out.weight: heads of 48 values do not consist"):
+        load(file, "cpu", pack=True)
 
 
 @pytest.mark.parametrize(
