@@ -33,8 +33,8 @@ PARAMETERS = (".A_log", ".D", ".dt_bias", ".expert_bias", ".sinks")
 
 # Tensors that are not weights. gguf_config.py reads some of them.
 _WITHOUT_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")
-# Tensors of two dimensions that are not multiplied as matrices.
-_NO_MATRIX = re.compile(r"\.(ssm_(a|d|conv1d|norm)|shortconv\.conv)\b")
+# Tensors of two dimensions that are not multiplied as matrices. The biases of all experts are one.
+_NO_MATRIX = re.compile(r"\.(ssm_(a|d|conv1d|norm)|shortconv\.conv)\b|\.bias$")
 _BLOCK = re.compile(r"blk\.(\d+)\.(?:(.+)\.(?:weight|bias)|(ssm_[ad]))")  # number, name
 _STACKED = re.compile(r"ffn_(gate|up|down)_exps")
 _ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # in early files of Mixtral
