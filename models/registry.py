@@ -21,6 +21,7 @@ from ostinato.models.kv_cache import CrossSpace
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.layers.moe import Experts
+from ostinato.models.quantized_checkpoints.gguf import GGUFPolicy
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy
 from ostinato.models.quantized_checkpoints.rounded_inputs import RoundingPolicy
 from ostinato.models.sharding import WHOLE, Shard
@@ -285,9 +286,12 @@ def build_model(  # noqa: PLR0913 - what a model is built for
     stored = _quantised_modules(weights)
     layout = model.checkpoint_layout.of_checkpoint(stored)
     model.checkpoint_layout = replace(layout, ignored=layout.ignored + weights.ignored)
+    layout = model.checkpoint_layout
+    if isinstance(weights, GGUFPolicy):
+        layout = model.gguf_layout or layout
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
-            names = stored_modules(name, module, model.checkpoint_layout, modules=stored)
+            names = stored_modules(name, module, layout, modules=stored)
             module.use(weights.method_for(names, module.role, module.spec))
     for name, module in model.named_modules():
         if isinstance(module, Experts) and (reason := module.why_unsupported) is not None:

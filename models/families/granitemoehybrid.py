@@ -30,6 +30,14 @@ class GraniteMoeHybridForCausalLM(Decoder):
     down of all experts. Gate and up of the MLP are one matrix too.
     """
 
+    # GGUF files store all matrices by themselves.
+    gguf_layout = CheckpointLayout(
+        renamed=(*LLAMA_NAMES, *MAMBA_NAMES, ("mlp.shared_expert.", "mlp.")),
+        merged=(
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ),
+    )
     checkpoint_layout = CheckpointLayout(
         renamed=(
             *LLAMA_NAMES,

@@ -16,7 +16,7 @@ from ostinato.models.config_json.nested_fields import (
 from ostinato.models.config_json.text_defaults import QWEN3_5_TEXT
 from ostinato.models.config_json.towers.qwen_tower_fields import read_qwen3_5_vision
 from ostinato.models.decoder import Decoder
-from ostinato.models.families.qwen3_next import QWEN3_NEXT_LAYOUT
+from ostinato.models.families.qwen3_next import SEPARATE_LAYOUT
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.step_tensors import GridTensors
 
@@ -28,19 +28,6 @@ __all__ = (
 )
 
 _SECTIONS = (11, 11, 10)  # pairs of a head for each axis of a position
-_LAYOUT = replace(
-    QWEN3_NEXT_LAYOUT,
-    renamed=tuple(
-        (ours, theirs)
-        for ours, theirs in QWEN3_NEXT_LAYOUT.renamed
-        if ours not in ("mixer.in_proj.", "mixer.gates.")
-    ),
-    merged=(
-        *QWEN3_NEXT_LAYOUT.merged,
-        ("in_proj", ("in_proj_qkv",) * 3 + ("in_proj_z",)),
-        ("gates", ("in_proj_b", "in_proj_a")),
-    ),
-)
 
 
 def read_qwen3_5_config(hf_config: HFConfig, generation_config: HFConfig | None) -> ModelConfig:
@@ -68,7 +55,7 @@ def with_qwen3_5_vision(config: ModelConfig, hf_config: HFConfig, text: HFConfig
 class Qwen3_5ForCausalLM(Decoder):
     """The decoder of Qwen3-Next with an MLP in each block."""
 
-    checkpoint_layout = _LAYOUT
+    checkpoint_layout = SEPARATE_LAYOUT
 
     @classmethod
     def read_config(
@@ -80,13 +67,15 @@ class Qwen3_5ForCausalLM(Decoder):
         super().__init__(config, options)
         orders = (("q_proj", gated_queries(config.num_heads, config.head_dim)),)
         self.checkpoint_layout = replace(self.checkpoint_layout, row_orders=orders)
+        # In GGUF files each expert has a name of its own, also where checkpoints stack them.
+        self.gguf_layout = replace(SEPARATE_LAYOUT, row_orders=orders)
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """The same with the vision tower of Qwen3-VL; the decoder reads the tower's last layer only."""
 
     step_tensors = GridTensors
-    checkpoint_layout = with_qwen3_tower(_LAYOUT)
+    checkpoint_layout = with_qwen3_tower(SEPARATE_LAYOUT)
 
     @classmethod
     def read_config(

@@ -16,7 +16,7 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.families.qwen2_moe import Qwen2MoeForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
 
-__all__ = ("QWEN3_NEXT_LAYOUT", "Qwen3NextForCausalLM")
+__all__ = ("QWEN3_NEXT_LAYOUT", "SEPARATE_LAYOUT", "Qwen3NextForCausalLM")
 
 _BASE = Qwen2MoeForCausalLM.checkpoint_layout
 QWEN3_NEXT_LAYOUT = CheckpointLayout(
@@ -38,11 +38,27 @@ QWEN3_NEXT_LAYOUT = CheckpointLayout(
 )
 """How checkpoints name the tensors of a block. Layers for multi-token prediction are not used."""
 
+SEPARATE_LAYOUT = replace(
+    QWEN3_NEXT_LAYOUT,
+    renamed=tuple(
+        (ours, theirs)
+        for ours, theirs in QWEN3_NEXT_LAYOUT.renamed
+        if ours not in ("mixer.in_proj.", "mixer.gates.")
+    ),
+    merged=(
+        *QWEN3_NEXT_LAYOUT.merged,
+        ("in_proj", ("in_proj_qkv",) * 3 + ("in_proj_z",)),
+        ("gates", ("in_proj_b", "in_proj_a")),
+    ),
+)
+"""The same with four projections for a gated delta net: in Qwen3.5, and in GGUF files."""
+
 
 class Qwen3NextForCausalLM(Decoder):
     """Qwen3 with a shared expert, gates on the results of attention, and gated delta nets."""
 
     checkpoint_layout = QWEN3_NEXT_LAYOUT
+    gguf_layout = SEPARATE_LAYOUT
 
     @classmethod
     def read_config(
@@ -61,6 +77,7 @@ class Qwen3NextForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         orders = [("q_proj", gated_queries(config.num_heads, config.head_dim))]
+        self.gguf_layout = replace(SEPARATE_LAYOUT, row_orders=tuple(orders))
         if isinstance(config.recurrent, DeltaSpec):
             orders += gated_delta_orders(config.recurrent)
         self.checkpoint_layout = replace(self.checkpoint_layout, row_orders=tuple(orders))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ostinato.models.gguf.gguf_file import GGUFFile
+from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
 from ostinato.models.gguf.gguf_paths import GGUFError
 
 __all__ = ("ArchitectureKeys",)
 
 # Keys that do not change the computation, or that repeat the shapes of tensors.
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
-# If a file has one of these keys, the key must have this value: no other value is implemented.
+# Keys that an architecture may not read. If a file then has such a key, it must have this value: no
+# other value is implemented.
 _MUST_BE = {
     "attention.causal": True,
     "expert_gating_func": 1,  # softmax
@@ -58,6 +59,36 @@ class ArchitectureKeys:
             raise self.error(key, f"is {value}", "0 to 2147483647 is")
         return value
 
+    def numbers(self, key: str, count: int) -> list[int] | None:
+        """A list of whole numbers >= 0, such as one for each layer; true counts as 1.
+
+        Args:
+            key: its name without the architecture's prefix.
+            count: how many numbers there must be. If the file has one number, it stands for all.
+
+        Returns:
+            None when the file does not state it.
+
+        Raises:
+            GGUFError: the value is of another type, or has another length.
+        """
+        self._read.add(key)
+        value = self.file.metadata.get(self._prefix + key)
+        if value is None:
+            return None
+        numbers: list[int] = []
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iub":
+            numbers = [int(number) for number in value.tolist()]
+        elif isinstance(value, int):
+            numbers = [int(value)] * count
+        if len(numbers) != count or not all(0 <= number < 1 << 31 for number in numbers):
+            raise self.error(
+                key,
+                f"is no list of {count} whole numbers from 0 to 2147483647",
+                "only such a list is",
+            )
+        return numbers
+
     def size(self, key: str) -> int:
         """A whole number of at least 1.
 
@@ -98,6 +129,28 @@ class ArchitectureKeys:
         self._read.add(key)
         return self.file.get(self._prefix + key, str) or default
 
+    def tensor(self, name: str) -> GGUFTensor:
+        """A tensor of the file.
+
+        Raises:
+            GGUFError: it is not there.
+        """
+        if name not in self.file.tensors:
+            raise GGUFError(f"{self.file.path}: there is no tensor {name!r}")
+        return self.file.tensors[name]
+
+    def has_in_a_block(self, name: str) -> bool:
+        """Whether a block has a tensor of this name, such as `attn_q.bias`."""
+        return any(full.endswith(f".{name}") for full in self.file.tensors)
+
+    def expert_width(self, key: str, tensor: str) -> int:
+        """The width of experts: as stated, or in older files the width of their tensors.
+
+        Raises:
+            GGUFError: the file has neither.
+        """
+        return self.integer(key) or self.tensor(tensor).shape[-2]
+
     def error(self, key: str, what: str, supported: str) -> GGUFError:
         """The error of a key, to be raised.
 
@@ -120,7 +173,7 @@ class ArchitectureKeys:
             if key.startswith(self._prefix)
         }
         for key, only in _MUST_BE.items():
-            value = stated.get(key, only)
+            value = only if key in self._read else stated.get(key, only)
             if type(value) is not type(only) or value != only:
                 raise self.error(key, f"is {value!r:.60}", f"only {only} is")
         unknown = sorted(stated.keys() - self._read - _MUST_BE.keys() - _WITHOUT_EFFECT)

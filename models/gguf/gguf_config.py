@@ -16,7 +16,14 @@ from ostinato.models.gguf.architecture_keys import ArchitectureKeys
 from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
 from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
 from ostinato.models.gguf.gguf_paths import GGUFError
-from ostinato.models.gguf.gguf_tensors import module_types
+from ostinato.models.gguf.gguf_tensors import module_types, reordered_modules
+from ostinato.models.gguf.hybrid_keys import (
+    GATED,
+    HYBRIDS,
+    read_kv_heads,
+    read_unused_blocks,
+)
+from ostinato.models.gguf.tensor_names import is_matrix
 
 __all__ = ("ARCHITECTURES", "read_gguf_config", "read_gguf_generation_config")
 
@@ -94,15 +101,18 @@ def read_gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
 def _common(keys: ArchitectureKeys) -> dict[str, Any]:
     """The part of the config that all architectures have."""
     file, tensors = keys.file, keys.file.tensors
-    hidden, layers = keys.size("embedding_length"), keys.size("block_count")
+    hidden, blocks = keys.size("embedding_length"), keys.size("block_count")
     heads = keys.size("attention.head_count")
-    kv_heads = keys.integer("attention.head_count_kv") or heads
+    kv_heads = read_kv_heads(keys, blocks, heads)
     head_dim = _head_dim(keys, hidden, heads)
-    _check_sizes(keys, hidden, layers, {"q": heads * head_dim, "k": kv_heads * head_dim})
+    rows = {"q": heads * head_dim, "k": kv_heads * head_dim}
+    if file.architecture in GATED:
+        rows["q"] *= 2  # each query has a gate
+    _check_sizes(keys, hidden, blocks, rows)
     config: dict[str, Any] = {
-        "vocab_size": _tensor(file, "token_embd.weight").shape[0],
+        "vocab_size": keys.tensor("token_embd.weight").shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": blocks - read_unused_blocks(keys, blocks),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -110,8 +120,8 @@ def _common(keys: ArchitectureKeys) -> dict[str, Any]:
         "rms_norm_eps": _norm_eps(keys),
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": _dtype_without_loss(file),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": keys.has_in_a_block("attn_q.bias"),
+        "mlp_bias": keys.has_in_a_block("ffn_up.bias"),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
         **_rope(keys, head_dim),
     }
@@ -120,7 +130,11 @@ def _common(keys: ArchitectureKeys) -> dict[str, Any]:
         config["intermediate_size"] = width
     types = module_types(file)
     if any(name in GROUPED_TYPES for each in types.values() for name in each):
-        config["quantization_config"] = {"quant_method": "gguf", "types": types}
+        config["quantization_config"] = {
+            "quant_method": "gguf",
+            "types": types,
+            "reordered": reordered_modules(file),
+        }
     return config
 
 
@@ -138,7 +152,7 @@ def _dtype_without_loss(file: GGUFFile) -> str:
     Quantised matrices are ignored, because they are multiplied in their stored format. Routers are
     ignored too, because they are F32 even in files of bfloat16 models.
     """
-    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    matrices = [tensor for tensor in file.tensors.values() if is_matrix(tensor)]
     types = {tensor.type for tensor in matrices if "ffn_gate_inp" not in tensor.name}
     return "float32" if types & {"F32", "F16"} else "bfloat16"
 
@@ -159,31 +173,27 @@ def _norm_eps(keys: ArchitectureKeys) -> float:
     return eps
 
 
-def _tensor(file: GGUFFile, name: str) -> GGUFTensor:
-    if name not in file.tensors:
-        raise GGUFError(f"{file.path}: there is no tensor {name!r}")
-    return file.tensors[name]
-
-
-def _check_sizes(keys: ArchitectureKeys, hidden: int, layers: int, rows: dict[str, int]) -> None:
+def _check_sizes(keys: ArchitectureKeys, hidden: int, count: int, rows: dict[str, int]) -> None:
     """Refuse metadata that contradict the tensors, before a model of that size is built."""
     file = keys.file
-    embedding = _tensor(file, "token_embd.weight")
+    embedding = keys.tensor("token_embd.weight")
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise keys.error(
             "embedding_length", f"is {hidden}, but token_embd.weight has the shape "
             f"{list(embedding.shape)}", "only rows of embedding_length values are",
         )  # fmt: skip
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
-    if len(blocks) != layers or blocks != {str(number) for number in range(layers)}:
+    if len(blocks) != count or blocks != {str(number) for number in range(count)}:
         raise keys.error(
             "block_count",
-            f"is {layers}, but there are tensors of {len(blocks)} blocks, which are not exactly "
-            f"the blocks 0 to {layers - 1}",
+            f"is {count}, but there are tensors of {len(blocks)} blocks, which are not exactly "
+            f"the blocks 0 to {count - 1}",
             "only files with exactly these blocks are",
         )
     for side, size in rows.items():
-        tensor = file.tensors.get(f"blk.0.attn_{side}.weight")
+        name = f".attn_{side}.weight"  # hybrid models do not have it in each block
+        tensors = (one for full, one in file.tensors.items() if full.endswith(name))
+        tensor = next(tensors, None)
         if tensor is not None and tensor.shape[0] != size:
             raise keys.error(
                 "attention.head_count" + "_kv" * (side == "k"),
@@ -252,7 +262,7 @@ def _divisors(keys: ArchitectureKeys) -> tuple[list[float], list[float]] | None:
         names = ("rope_factors_short.weight", "rope_factors_long.weight")
     if not any(name in file.tensors for name in names):
         return None
-    short, long = (_numbers(file, _tensor(file, name)) for name in names)
+    short, long = (_numbers(file, keys.tensor(name)) for name in names)
     return short, long
 
 
@@ -284,25 +294,20 @@ def _dense(architecture: str) -> Callable[[ArchitectureKeys, dict[str, Any]], di
     return lambda keys, config: {"architectures": [architecture], "hidden_act": "silu"}
 
 
-def _expert_width(keys: ArchitectureKeys, key: str, tensor: str) -> int:
-    """The width of experts: as stated, or in older files the width of their tensors."""
-    return keys.integer(key) or _tensor(keys.file, tensor).shape[-2]
-
-
 def _qwen2moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     return {
         **_qwen3moe(keys, config),
         "architectures": ["Qwen2MoeForCausalLM"],
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
-        "shared_expert_intermediate_size": _expert_width(
-            keys, "expert_shared_feed_forward_length", "blk.0.ffn_up_shexp.weight"
+        "shared_expert_intermediate_size": keys.expert_width(
+            "expert_shared_feed_forward_length", "blk.0.ffn_up_shexp.weight"
         ),
         "qkv_bias": config["attention_bias"],
     }
 
 
 def _qwen3moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    width = _expert_width(keys, "expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
+    width = keys.expert_width("expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "hidden_act": "silu",
@@ -387,5 +392,6 @@ ARCHITECTURES: dict[str, Callable[[ArchitectureKeys, dict[str, Any]], dict[str, 
     "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
+    **HYBRIDS,
 }
 """`general.architecture` -> the function that reads the keys besides the common ones."""

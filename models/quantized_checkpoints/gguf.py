@@ -36,7 +36,7 @@ from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS
 
-__all__ = ("AsStored", "from_checkpoint")
+__all__ = ("AsStored", "GGUFPolicy", "from_checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class AsStored(QuantizedMatrix):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GGUFPolicy:
+class GGUFPolicy:
     """Chooses `AsStored` for a matrix if all of its parts are quantised."""
 
     uses_cpu_kernels: ClassVar[bool] = True
@@ -122,6 +122,9 @@ class _GGUFPolicy:
 
     types: Mapping[str, Collection[str]]  # types of matrices, by their module in a checkpoint
     unquantized: WeightMethod
+    # Modules whose columns have another order in the file. A block can hold values of two heads, so
+    # columns are put in order after blocks have become integers.
+    reordered: frozenset[str] = frozenset()
     is_batch_invariant: bool = True
 
     @property
@@ -132,13 +135,13 @@ class _GGUFPolicy:
     def method_for(
         self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
     ) -> WeightMethod:
-        stored = [each for name in names for each in _stored_names(name)]
-        types = {each for name in stored for each in self.types.get(name, ())}
+        types = {each for name in names for each in self.types.get(name, ())}
         if not types or not types <= FORMATS.keys():
             return Plain() if role is MatrixRole.embedding else self.unquantized
         is_one = len(types) == 1 and types <= BLOCK_LAYOUTS.keys()
         is_whole = is_one and spec.in_features % BLOCK_LAYOUTS[next(iter(types))].values == 0
-        method = AsStored(tuple(sorted(types)), keeps_blocks=is_whole)
+        keeps_blocks = is_whole and self.reordered.isdisjoint(names)
+        method = AsStored(tuple(sorted(types)), keeps_blocks=keeps_blocks)
         reason = method.why_unusable(spec.device, spec.dtype)
         if reason is not None and spec.device.type != "meta":
             raise ValueError(f"the file's weights are quantised ({method.name}), but {reason}")
@@ -150,28 +153,21 @@ def _sizes(type_name: str) -> tuple[str, int, int]:
     return next(sizes for sizes in TENSOR_TYPES.values() if sizes[0] == type_name)
 
 
-def _stored_names(name: str) -> tuple[str, ...]:
-    """The names of a module's matrices in a file; for experts, the names of the first expert.
-
-    `name` can also be a module that holds all experts, as in checkpoints that stack them.
-    """
-    prefix, _, side = name.rpartition(".experts.")
-    if side == "gate_up_proj":
-        return f"{prefix}.experts.0.gate_proj", f"{prefix}.experts.0.up_proj"
-    return (f"{prefix}.experts.0.{side}",) if side == "down_proj" else (name,)
-
-
 def from_checkpoint(
     stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
-) -> _GGUFPolicy:
+) -> GGUFPolicy:
     """The policy for `quant_method: gguf`, which models/gguf/gguf_config.py states.
 
     Args:
-        stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint.
+        stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint; and
+            `reordered`, the modules whose columns have another order in the file.
         unquantized: the method of float matrices.
         headers: empty, because they are read from safetensors files only.
     """
     is_invariant = unquantized.is_batch_invariant
-    return _GGUFPolicy(
-        types=stated["types"], unquantized=unquantized, is_batch_invariant=is_invariant
+    return GGUFPolicy(
+        types=stated["types"],
+        unquantized=unquantized,
+        reordered=frozenset(stated["reordered"]),
+        is_batch_invariant=is_invariant,
     )

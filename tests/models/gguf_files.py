@@ -81,7 +81,7 @@ def write_gguf(
     experts: dict[str, dict[int, tuple[GGMLQuantizationType, Array]]] = {}
     for name, value in stored.items():
         if arch is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name:
-            _add_gpt_oss_experts(writer, names, name, value)
+            dequantized |= _add_gpt_oss_experts(writer, name, value, type_of)
             continue
         expert = _EXPERT.fullmatch(name)
         own = _own_name(names, f"{expert[1]}.{expert[3]}.weight" if expert else name)
@@ -157,18 +157,27 @@ def _add_tensor(
 
 
 def _add_gpt_oss_experts(
-    writer: gguf.GGUFWriter, names: gguf.TensorNameMap, name: str, value: Array
-) -> None:
-    """Split interleaved gate and up rows into two tensors [experts, out, in]."""
+    writer: gguf.GGUFWriter, name: str, value: Array, type_of: Callable[[str], str]
+) -> dict[str, Array]:
+    """Split interleaved gate and up rows into two tensors [experts, out, in].
+
+    Returns:
+        The matrix with the values that the file stands for.
+    """
     layer = re.search(r"layers\.(\d+)\.", name)
     assert layer is not None
     kind = "bias" if name.endswith("bias") else "weight"
-    value = value if kind == "bias" else value.swapaxes(1, 2)
-    parts = {"ffn_down_exps": value}
-    if "gate_up" in name:
-        parts = {"ffn_gate_exps": value[:, ::2], "ffn_up_exps": value[:, 1::2]}
-    for own, part in parts.items():
-        writer.add_tensor(f"blk.{layer[1]}.{own}.{kind}", np.ascontiguousarray(part, np.float32))
+    rows = value if kind == "bias" else value.swapaxes(1, 2)
+    sides = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+    stands_for: list[Array] = []
+    for side, part in sides.items():
+        own = f"blk.{layer[1]}.ffn_{side}_exps.{kind}"
+        type_name = "F32" if kind == "bias" else type_of(own)
+        data, values = encode(np.ascontiguousarray(part), GGMLQuantizationType[type_name])
+        _add_tensor(writer, own, data, GGMLQuantizationType[type_name])
+        stands_for.append(values)
+    rows = np.stack(stands_for, 2).reshape(rows.shape)
+    return {name: rows if kind == "bias" else np.ascontiguousarray(rows.swapaxes(1, 2))}
 
 
 def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> None:

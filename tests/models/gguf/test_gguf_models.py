@@ -142,6 +142,29 @@ def test_experts_are_multiplied_as_stored(written) -> None:
         assert float(error) < 0.02  # logits differ more, as tokens move to other experts
 
 
+def test_experts_with_biases_are_multiplied_as_stored(tmp_path: Path) -> None:
+    directory = save_checkpoint("gpt-oss", tmp_path, intermediate_size=64)
+    file = write_gguf(directory, tmp_path / "m.gguf", type_of=lambda own: type_for(own, "Q8_0"))
+    model, config = load(file, "cpu", pack=True)
+    assert config.dtype is torch.bfloat16
+    expected, _ = load(directory, "cpu")
+    for name in ("gate_up_proj", "down_proj"):
+        module = model.layers[0].mlp.experts.get_submodule(name)
+        assert isinstance(module.method, AsStored)
+        assert torch.equal(
+            module.dense(), expected.layers[0].mlp.experts.get_submodule(name).dense()
+        )
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits = reference.eval()(torch.tensor([PROMPT])).logits[0]
+    driver = Driver(model, config, dtype=torch.float32)
+    ours = driver.prefill(Sequence(PROMPT), [len(PROMPT)])
+    # Tokens can move to other experts.
+    assert float((ours - logits).norm() / logits.norm()) < 0.3
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens(written, name: str) -> None:
     file, expected = written(name, "F32")
