@@ -97,7 +97,7 @@ class StateSlots:
 
     @property
     def num_leaving(self) -> int:
-        """Slots that can become free when a later step is planned, at most."""
+        """Slots that can become free when a later step is planned, or one in flight is read."""
         return len(self._leaving) + self._num_drafting
 
     @property
@@ -207,7 +207,9 @@ class StateSlots:
     def draft_room(self, table: BlockTable, plan: StatePlan | None, start: int) -> int:
         """How many drafts a decode of the step that is being planned can verify.
 
-        There is room for none if the decode does not write in place, or if no slot is free.
+        There is room for none if the decode reads another slot than it writes, because its old slot
+        is a checkpoint or shared. There is none either if fewer slots than sequences hold would be
+        free, because those keep the checkpoints of these sequences and start waiting ones.
 
         Args:
             table: the sequence's table.
@@ -216,7 +218,8 @@ class StateSlots:
         """
         if plan is None or plan != _states_of(table).in_place:
             return 0
-        if self._pool.num_free <= self._reserved:
+        num_held = self._pool.num_blocks - self._pool.num_free - self._num_drafting
+        if self._pool.num_free - 1 < num_held + self._reserved:
             return 0
         return self._block_size - 1 - start % self._block_size
 
@@ -229,12 +232,12 @@ class StateSlots:
         return states.slot, taken[0], states.slot, 1
 
     def settle_drafts(self, table: BlockTable, end: int, *, are_right: bool) -> None:
-        """Give up the states before or after the drafts of a step that was read or is not run.
+        """Give up the states before or after drafts that were verified, or that nothing proposed.
 
         Args:
             table: the sequence's table.
             end: the position after the last draft.
-            are_right: whether all drafts were right.
+            are_right: whether all drafts were right. False if there are none.
         """
         states, size = _states_of(table), self._block_size
         dropped, kept = states.draft_slot, states.slot

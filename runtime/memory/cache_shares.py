@@ -5,10 +5,10 @@ to which sequences go back if a step is repeated. All numbers here include slot 
 a sequence that begins.
 
     cache.state_slots is set   so many
-    otherwise                  two for each of scheduler.max_num_seqs sequences, if all their states
-                               and blocks fit, or if their states take at most a quarter of the
-                               cache's memory. If not, what this quarter holds, but one for each
-                               sequence and one more
+    otherwise                  two for each of scheduler.max_num_seqs sequences, three with drafts,
+                               if all their states and blocks fit, or if their states take at most
+                               a quarter of the cache's memory. If not, what this quarter holds, but
+                               one for each sequence and one more
 
 If `scheduler.max_num_seqs` is not set, it is an upper bound that the slots may lower. Then the
 states of the sequences take at most half of the cache's memory, and leave room for a sequence of
@@ -28,7 +28,6 @@ from ostinato.runtime.memory.plan_texts import size_text
 __all__ = ("StateChoice", "cache_bytes_of")
 
 _SPARE = 2  # slots that no running sequence has: slot 0, and one to write to while another is read
-_PER_SEQUENCE = 2
 _QUARTER, _HALF = 4, 2
 _GIB = 1 << 30
 _CPU_KV_BYTES = 4 * _GIB
@@ -43,6 +42,7 @@ class StateChoice:
     slots: int | None  # cache.state_slots; None = chosen
     num_seqs: int  # sequences that run at once, at most
     is_set: bool  # whether scheduler.max_num_seqs is set
+    per_sequence: int = 2  # slots that a sequence can use: its own, a checkpoint, one for drafts
 
     @classmethod
     def of(cls, model: ModelFootprint, cache: CacheConfig, limits: StepLimits) -> StateChoice:
@@ -75,6 +75,7 @@ class StateChoice:
             slots=slots,
             num_seqs=num_seqs,
             is_set=is_set,
+            per_sequence=3 if limits.rows_per_seq > 1 else 2,
         )
 
     @property
@@ -93,7 +94,7 @@ class StateChoice:
             return 0
         if self.slots is not None:
             return self.slots + 1
-        return max(self.least, _PER_SEQUENCE * self.num_seqs + 1)
+        return max(self.least, self.per_sequence * self.num_seqs + 1)
 
     @property
     def least_bytes(self) -> int:
@@ -153,7 +154,8 @@ class StateChoice:
         if self.slots is not None:
             return f"{text}: cache.state_slots is set"
         if chosen == self.wanted:
-            return f"{text}, two for each of {seqs} sequences"
+            count = "two" if self.per_sequence == 2 else "three"
+            return f"{text}, {count} for each of {seqs} sequences"
         more = "raise cache.memory_gib or cache.state_slots for more"
         if slots <= seqs:
             return f"{text}, so at most {max(1, slots - 1)} sequences run at once; {more}"

@@ -73,8 +73,11 @@ class TokenLimits:
                 self._allowed = torch.ones(shape, dtype=torch.bool, device=self._device)
             self._allowed[row] = False
             self._allowed[row, to_device(allowed, self._device)] = True
-        if request.bad_words_token_ids:
-            self._set_words(row, request.bad_words_token_ids, output_token_ids)
+        # A tokenizer can have more tokens than the model, which draws none of the others.
+        known = range(self._vocab_size)
+        words = [word for word in request.bad_words_token_ids if all(one in known for one in word)]
+        if words:
+            self._set_words(row, words, output_token_ids)
 
     def changes(self, row: int) -> bool:
         """Whether the row has limits."""

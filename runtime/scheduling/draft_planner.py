@@ -141,13 +141,19 @@ class DraftPlanner:
         self._depth.pass_step(len(step.sequences))
         looking = [] if self._depth.is_paused and fair is None else self._looking(step)
         self._num_unobserved += 1
-        if self._is_sparing and not looking and self._num_unobserved < _OBSERVED_STRIDE:
+        repeats = step.take_repeats() if self._cache.states is not None else set[int]()
+        is_rare = self._is_sparing and self._num_unobserved < _OBSERVED_STRIDE
+        if is_rare and not (looking or repeats):
             return
-        decodes = [entry.start for entry in step.scheduled if not entry.token_ids]
-        if not decodes:
+        chunks = [
+            entry
+            for index, entry in enumerate(step.scheduled)
+            if entry.token_ids and index not in repeats
+        ]
+        if len(chunks) == len(step.scheduled):
             return
         self._num_unobserved = 0
-        step.load = self._load(step, decodes)._replace(has_large=fair is not None)
+        step.load = self._load(step, chunks)._replace(has_large=fair is not None)
         if not looking:
             return
         places: list[int] = []
@@ -201,24 +207,23 @@ class DraftPlanner:
             found.append((index, record))
         return found
 
-    def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
-        """The work that is planned so far; `decodes` has each decode's number of cached tokens."""
-        num_decodes, context = len(decodes), sum(decodes) / len(decodes)
-        if self._costs is None or num_decodes == len(step.scheduled):
+    def _load(self, step: StepPlan, chunks: list[ScheduledSequence]) -> StepLoad:
+        """The work that is planned so far; `chunks` are the entries that are no decodes."""
+        num_decodes = len(step.scheduled) - len(chunks)
+        starts = sum(entry.start for entry in step.scheduled) - sum(e.start for e in chunks)
+        context = starts / num_decodes
+        if self._costs is None or not chunks:
             return StepLoad(num_decodes, context)
-        chunks = [
-            Chunk(entry.num_new_tokens, entry.start, entry.num_prompt_logits)
-            for entry in step.scheduled
-            if entry.token_ids
-        ]
-        both = self._costs.mixed_seconds(num_decodes, context, chunks)
+        sizes = [Chunk(e.num_new_tokens, e.start, e.num_prompt_logits) for e in chunks]
+        both = self._costs.mixed_seconds(num_decodes, context, sizes)
         prompts = both - self._costs.decode_seconds(num_decodes, context)
         return StepLoad(num_decodes, context, max(0.0, prompts))
 
     def observe(self, step: StepPlan, seconds: float) -> None:
         """Learn from the seconds that a step took. Called after its result was processed."""
         if step.load is not None and not step.load.prompt_seconds:
-            self._depth.observe(step.load, step.num_drafts, step.num_accepted, seconds)
+            num_drafts = step.num_drafts + step.num_repeats
+            self._depth.observe(step.load, num_drafts, step.num_accepted, seconds)
             self.stats.num_pauses = self._depth.num_pauses
 
     def settle(self, sequence: Sequence, num_right: int) -> VerifiedDraft | None:
@@ -405,7 +410,7 @@ class DraftPlanner:
         )
 
     def _take_back(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
-        """Let a later step compute the positions of refused drafts."""
+        """Let a later step compute the positions of refused drafts; with states, of all drafts."""
         sequence.num_drafts = 0
         are_right = num_right == num_drafts
         if self._cache.states is not None:
@@ -413,7 +418,7 @@ class DraftPlanner:
             if num_right and not are_right:
                 # These tokens are known, so they are computed as a chunk.
                 sequence.num_prefill_tokens = sequence.num_tokens + num_right + 1
-                num_right = 0
+                sequence.num_repeats, num_right = num_right, 0
         sequence.num_computed_tokens -= num_drafts - num_right
 
     def _settle_states(self, sequence: Sequence, end: int, *, are_right: bool) -> None:

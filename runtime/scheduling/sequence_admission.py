@@ -77,7 +77,7 @@ class Admission:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
             cache.count_lookup(sequence.num_prompt_tokens, num_cached)
-        sequence.num_prefill_tokens = sequence.num_tokens
+        sequence.num_prefill_tokens, sequence.num_repeats = sequence.num_tokens, 0
         self._queues.start(sequence, step.num_grown)
         step.num_grown += 1
 

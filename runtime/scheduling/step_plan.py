@@ -39,6 +39,7 @@ class StepPlan:
         "num_grown",
         "num_pooled",
         "num_prompt_logits",
+        "num_repeats",
         "num_samples",
         "num_score_tokens",
         "num_tokens",
@@ -71,6 +72,7 @@ class StepPlan:
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
         self.num_further = 0  # admitted sequences besides the first of each HTTP request
+        self.num_repeats = 0  # right drafts that are computed again
         self.num_accepted = 0  # drafts that the model confirmed; set with the result
         self.load: StepLoad | None = None  # the work without drafts; None = no cost is predicted
         self.num_prompt_logits = 0
@@ -166,6 +168,19 @@ class StepPlan:
         """
         self.num_drafts -= num_drafts
         self.num_tokens_left += num_drafts
+
+    def take_repeats(self) -> set[int]:
+        """The indices of entries that compute right drafts again. For the costs they are decodes.
+
+        Their further tokens are counted in `num_repeats`.
+        """
+        found: set[int] = set()
+        for index, (entry, sequence) in enumerate(zip(self.scheduled, self.sequences, strict=True)):
+            if sequence.num_repeats and entry.num_logits:
+                self.num_repeats += entry.num_new_tokens - 1
+                sequence.num_repeats = 0
+                found.add(index)
+        return found
 
     def close(self) -> SchedulerOutput | None:
         """The plan as a `SchedulerOutput`; None if there is nothing to run."""

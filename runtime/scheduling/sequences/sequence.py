@@ -88,6 +88,7 @@ class Sequence:
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
+        "num_repeats",
         "order",
         "prompt_logprobs",
         "repetition",
@@ -123,6 +124,8 @@ class Sequence:
         self.num_prefill_tokens = 0
         # Draft tokens of its step in flight. A sequence with drafts has only one step in flight.
         self.num_drafts = 0
+        # Right drafts that are computed again, because the states went back behind them.
+        self.num_repeats = 0
         # Whether the log-probabilities of its output are computed.
         self.has_logprobs = sampling.logprobs is not None or sampling.use_beam_search
         self.draft: Draft | None = None  # the draft that these `num_drafts` tokens come from

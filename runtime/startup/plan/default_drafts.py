@@ -21,7 +21,7 @@ _INVARIANT_ATTENTION = (AttentionBackendName.auto, AttentionBackendName.cpu)
 def with_default_drafts(
     config: EngineConfig, model: ModelConfig, weights: WeightPolicy, *, is_cpu: bool
 ) -> EngineConfig:
-    """The configuration with a `speculation.method`: if it states none, the model decides.
+    """The configuration with a `speculation.method`. If it states none, this function chooses one.
 
     The method is `auto` if the model generates on a CPU, a step has room for a draft, drafts cannot
     change an answer, and measured step costs choose the number of drafts, so that they do not slow

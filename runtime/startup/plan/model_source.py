@@ -344,8 +344,8 @@ def _why_no_head(config: EngineConfig, head: ModelSource, target: ModelSource) -
         return f"{model.architecture} runs through transformers, which shows no hidden states"
     if model.recurrent is not None:
         return (
-            f"{model.architecture} has recurrent layers, and computes tokens after a refused draft "
-            "again; a head reads the hidden states of a token only once"
+            f"{model.architecture} has recurrent layers, and computes right drafts before a "
+            "refused one again; a head reads the hidden states of a token only once"
         )
     if (reason := _why_hidden(config)) is not None:
         return reason

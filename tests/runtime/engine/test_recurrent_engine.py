@@ -104,7 +104,7 @@ def test_outputs_are_those_alone(
     [
         ("cache.block_size=16",),
         ("scheduler.overlap=true", "graphs.mode=captured"),
-        ("cache.block_size=32", "scheduler.max_num_seqs=3", "cache.state_slots=5"),
+        ("cache.block_size=32", "scheduler.max_num_seqs=3", "cache.state_slots=8"),
     ],
     ids=lambda overrides: " ".join(one.partition(".")[2] for one in overrides),
 )
@@ -183,6 +183,31 @@ def test_a_conversation_continues_from_its_last_answer() -> None:
         following = [*range(2, 32), *output.outputs[0].token_ids, 9, 9, 9]
         (output,) = llm.generate([following], GREEDY, use_progress=False)
         assert output.num_cached_tokens == 48
+
+
+@pytest.mark.parametrize(("num_seqs", "slots"), [(1, 2), (1, 3), (2, 4)])
+def test_drafts_take_no_checkpoint_of_a_conversation(num_seqs: int, slots: int) -> None:
+    """With two slots there are no drafts; with three there are."""
+    numbers = random.Random(1)
+    drafter = ReplayDrafter(max_drafts=5, vocab_size=VOCAB_SIZE)
+    drafter.accuracy = 0.6
+    sizes = (f"scheduler.max_num_seqs={num_seqs}", f"cache.state_slots={slots}")
+    config = hybrid_config("cache.block_size=16", *sizes)
+    sampling = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True)
+    with LLM(config=config) as plain, make_llm(config, drafter) as drafting:
+        prompt = [numbers.randrange(2, VOCAB_SIZE) for _ in range(40)]
+        for _ in range(5):
+            (expected,) = plain.generate([prompt], sampling, use_progress=False)
+            drafter.memorize([prompt], [expected.outputs[0].token_ids])
+            (output,) = drafting.generate([prompt], sampling, use_progress=False)
+            assert output.outputs == expected.outputs
+            assert output.num_cached_tokens == expected.num_cached_tokens
+            further = [numbers.randrange(2, VOCAB_SIZE) for _ in range(9)]
+            prompt = [*prompt, *expected.outputs[0].token_ids, *further]
+        assert expected.num_cached_tokens == 192
+        stats = drafting.stats().speculation
+        assert stats is not None
+        assert (stats.num_accepted_tokens > 20) == (slots > 2)
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])

@@ -221,7 +221,7 @@ def plan_of(*words: str, rank: int = 0, attention: tuple[int, ...] = (1,)) -> En
 def test_the_cache_has_the_planned_size():
     found = plan_of("scheduler.max_num_seqs=3", "cache.memory_gib=0.001")
     memory = found.memory
-    assert (memory.num_states, memory.bytes_per_state) == (7, 3 * SLOT_BYTES)
+    assert (memory.num_states, memory.bytes_per_state) == (10, 3 * SLOT_BYTES)
     cache = found.kv_cache_spec.allocate(memory.num_blocks, torch.device("cpu"), memory.num_states)
     assert sum(page.nbytes for page in cache.pages) == memory.kv_bytes
     sides = [side for layer in (0, 2, 3) for side in cache[layer]]
@@ -249,7 +249,7 @@ def test_fewer_sequences_run_than_buffers_are_sized_for():
 
 def agreed(attention: tuple[int, ...]) -> list[EnginePlan]:
     """The plans of two stages, after they have agreed."""
-    words = ("parallel.pipeline=2", "parallel.executor=processes")
+    words = ("parallel.pipeline=2", "parallel.executor=processes", "speculation.method=none")
     plans = [plan_of(*words, rank=rank, attention=attention) for rank in range(2)]
     rows: list[list[int]] = []
     for one in plans:
@@ -298,6 +298,9 @@ def test_run_plan_shows_the_states(capsys: pytest.CaptureFixture[str]):
         "plan", "model.load_format=dummy", f"model.config={json.dumps(config)}".replace('"', ""),
         "plan.free_gib=2", "scheduler.max_num_seqs=3", "device.name=cpu",
     ]  # fmt: skip
+    assert run(words) == 0
+    assert "9 slots of 1.5 KiB, three for each of 3 sequences" in capsys.readouterr().out
+    words.append("speculation.method=none")
     assert run(words) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80

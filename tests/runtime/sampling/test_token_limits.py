@@ -54,6 +54,15 @@ def test_a_word_of_several_tokens_is_forbidden_at_its_last() -> None:
     assert possible(limits, 0) == [0, 1, 2, 3, 4, 5, 7]
 
 
+def test_a_word_with_a_token_that_the_model_lacks_has_no_effect() -> None:
+    """A tokenizer can have more tokens than the model."""
+    limits = TokenLimits(max_num_seqs=1, vocab_size=VOCAB, device=CPU)
+    limits.admit(0, request(words=[[VOCAB], [3, VOCAB + 800], [VOCAB, 2], [6]]), [])
+    assert possible(limits, 0) == [0, 1, 2, 3, 4, 5, 7]
+    limits.admit(0, request(words=[[VOCAB]]), [])
+    assert possible(limits, 0) == list(range(VOCAB))
+
+
 def test_a_row_that_may_pick_nothing_else_picks_the_bad_word() -> None:
     limits = TokenLimits(max_num_seqs=1, vocab_size=VOCAB, device=CPU)
     limits.admit(0, request([5], [[5]]), [])

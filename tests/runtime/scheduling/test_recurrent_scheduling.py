@@ -113,8 +113,8 @@ def test_drafts_change_no_token(
     assert engine.scheduler.drafts is not None
     stats = engine.scheduler.drafts.stats
     # With two usable slots, running sequences leave no slot for drafts.
-    assert (stats.num_drafts > 10) == (num_states > 3)
-    assert (stats.num_accepted_tokens > 20) == (num_states > 3 and accuracy > 0)
+    assert (stats.num_drafts > 0) == (num_states > 3)
+    assert (stats.num_accepted_tokens > 0) == (num_states > 3 and accuracy > 0)
 
 
 def test_states_go_back_behind_refused_drafts() -> None:
