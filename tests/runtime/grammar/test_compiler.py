@@ -210,7 +210,7 @@ def test_too_large_to_look_at(compiler):
 def test_a_slow_constraint_does_not_delay_others(compiler):
     """A compiler process that does not answer delays only the request that it works for."""
     for process in compiler._processes:  # another process may take long to start
-        process._limits = process._limits._replace(wall_s=600.0)
+        process._limits = process._limits._replace(wall_s=60.0)
 
     async def run() -> None:
         await compiler.compile_async(StructuredOutputsParams(regex="warm"))
