@@ -232,7 +232,9 @@ class StateSlots:
         return states.slot, taken[0], states.slot, 1
 
     def settle_drafts(self, table: BlockTable, end: int, *, are_right: bool) -> None:
-        """Give up the states before or after drafts that were verified, or that nothing proposed.
+        """Keep the states after the drafts of a step if all were right, else those before them.
+
+        It is called when the step was read, or when the draft model proposed none.
 
         Args:
             table: the sequence's table.
