@@ -50,18 +50,20 @@ class QwenDefaults(NamedTuple):
     """What a config.json of this kind of model may leave out."""
 
     patch_size: int  # edge of a patch
+    video_class: str  # of the video processor
     image_id: int = 151655
     video_id: int = 151656
     start_id: int = 151652
     end_id: int = 151653
 
 
-_QWEN3_5 = QwenDefaults(16, 248056, 248057, 248053, 248054)
+_VIDEOS_OF_QWEN2, _VIDEOS_OF_QWEN3 = "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"
+_QWEN3_5 = QwenDefaults(16, _VIDEOS_OF_QWEN3, 248056, 248057, 248053, 248054)
 QWEN_DEFAULTS = {
-    "qwen2_vl": QwenDefaults(14),
-    "qwen2_5_vl": QwenDefaults(14),
-    "qwen3_vl": QwenDefaults(16),
-    "qwen3_vl_moe": QwenDefaults(16),
+    "qwen2_vl": QwenDefaults(14, _VIDEOS_OF_QWEN2),
+    "qwen2_5_vl": QwenDefaults(14, _VIDEOS_OF_QWEN2),
+    "qwen3_vl": QwenDefaults(16, _VIDEOS_OF_QWEN3),
+    "qwen3_vl_moe": QwenDefaults(16, _VIDEOS_OF_QWEN3),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
 }

@@ -59,14 +59,6 @@ _CLASSES = {
         "image_std": [0.5, 0.5, 0.5],
     },
 }
-_CLASS_OF = {
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
-    "qwen3_5": _QWEN3,
-    "qwen3_5_moe": _QWEN3,
-}
 _TOKENS_PER_SECOND = 4  # of Qwen2.5-VL, if vision_config does not state it
 _KEYS = {
     *_CLASSES[_QWEN2],
@@ -158,13 +150,13 @@ def read_video_spec(
         min_frames=fields.integer("min_frames"),
         max_frames=fields.integer("max_frames"),
         positions_per_second=_positions_per_second(hf_config),
-        states_times=_CLASS_OF[model_type] == _QWEN3,
+        states_times=defaults.video_class == _QWEN3,
     )
 
 
 def _read_class(checkpoint_directory: Path, model_type: str) -> tuple[str, ProcessorFields]:
     """The name of the processor's class, and its fields with the defaults of the class."""
-    family = _CLASS_OF[model_type]
+    family = QWEN_DEFAULTS[model_type].video_class
     source, stated = _read_stated(checkpoint_directory)
     source = source or f"the defaults of {family}"
     name = stated.get("video_processor_type")
