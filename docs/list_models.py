@@ -61,10 +61,11 @@ _OF_QWEN3_5 = (
     *_OF_GATED_DELTA,
     Refused("rope_parameters.mrope_interleaved", False, "the axes of positions alternate"),
 )
+_NO_KEY = "the class of transformers ignores it"
 _OF_QWEN3_5_IMAGES = (
     *(one._replace(key=f"text_config.{one.key}") for one in _OF_QWEN3_5),
     Refused("vision_config.in_channels", 1, _THREE_COLOURS),
-    Refused("vision_config.deepstack_visual_indexes", [1], "the class of transformers ignores it"),
+    Refused("vision_config.deepstack_visual_indexes", [1], _NO_KEY),
 )
 _OF_LFM2 = (
     Refused("block_use_swiglu", False, _NO_MODEL),
@@ -77,7 +78,6 @@ _OF_SOUNDS = (
     Refused("text_config.model_type", "llama", _ONLY_QWEN2),
 )
 _OF_MAMBA = (Refused("hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),)
-_NO_KEY = "the class of transformers ignores it"
 _OF_NEMOTRON = (
     Refused("mamba_hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),
     Refused("mamba_ssm_cache_dtype", "bfloat16", "states are kept in float32"),
