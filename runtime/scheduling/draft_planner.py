@@ -394,10 +394,8 @@ class DraftPlanner:
             token_ids = [sequence.token_ids[-1], *place.draft.token_ids[:count]]
             sequence.num_computed_tokens += count
             sequence.num_drafts, sequence.draft = count, place.draft
-        state_slots = place.state_slots
-        if state_slots != entry.state_slots and not count:  # the drafter proposed none
+        else:  # the drafter proposed none
             self._settle_states(sequence, 0, are_right=False)
-            state_slots = entry.state_slots
         step.scheduled[place.index] = ScheduledSequence(
             entry.row,
             entry.start,
@@ -406,7 +404,7 @@ class DraftPlanner:
             [*entry.new_block_ids, *block_ids],
             1 + count,
             new_window_block_ids=[*entry.new_window_block_ids, *window_block_ids],
-            state_slots=state_slots,
+            state_slots=place.state_slots if count else entry.state_slots,
         )
 
     def _take_back(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
@@ -422,10 +420,9 @@ class DraftPlanner:
         sequence.num_computed_tokens -= num_drafts - num_right
 
     def _settle_states(self, sequence: Sequence, end: int, *, are_right: bool) -> None:
-        """See `StateSlots.settle_drafts`; not for a sequence that has lost its slots."""
+        """See `StateSlots.settle_drafts`; not for a sequence without states of drafts."""
         states, table = self._cache.states, sequence.block_table
-        assert states is not None, "there are recurrent layers"
-        if table.states is not None and table.states.draft_slot:
+        if states is not None and table.states is not None and table.states.draft_slot:
             states.settle_drafts(table, end, are_right=are_right)
 
     def _take_blocks(
