@@ -73,6 +73,45 @@ def test_a_sequence_alone_and_in_a_batch(
         assert torch.equal(alone, out[begin:end])
 
 
+@pytest.mark.parametrize(
+    ("level", "dtype", "cache_dtype", "extras"),
+    all_combinations(
+        LEVELS,
+        DTYPES,
+        (None, torch.int8),
+        (
+            {},
+            {"sliding_window": 90},
+            {"sliding_window": -128, "soft_cap": 4.0},
+            {"has_alibi": True, "has_sinks": True},
+            {"run_tokens": 17, "block_size": 24},
+        ),
+        rare=SLOW_LEVELS,
+    ),
+    indirect=["level"],
+    ids=str,
+)
+def test_few_rows_with_all_or_some_or_one_of_the_kv_heads_together(
+    level: LevelBackend,
+    set_threads: Callable[[int], None],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+    extras: dict[str, Any],
+) -> None:
+    # These contexts have nine partitions. One thread computes all six kv heads of a sequence
+    # together, two threads three of them, and four threads each kv head by itself.
+    shape = Shape(
+        dtype=dtype, cache_dtype=cache_dtype, head_dim=64, num_heads=12, num_kv_heads=6, **extras
+    )
+    step = make_step([(1, 300), (3, 700), (40, 60), (1, 65), (5, 300)], shape)
+    out, k_cache, v_cache = run(level, step, shape)
+    assert out.isfinite().all()
+    for threads in (2, 4):
+        set_threads(threads)
+        for one, other in zip(run(level, step, shape), (out, k_cache, v_cache), strict=True):
+            assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "float16", "int8", "options", "blocks"])
 def test_sequences_that_share_blocks(
     level: LevelBackend, set_threads: Callable[[int], None], case: str

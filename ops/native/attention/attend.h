@@ -27,7 +27,7 @@ struct SplitState {
       remaining[i] = tile.num_items;
       offsets[i] = floats;
       floats += (tile.last_partition - tile.first_partition) *
-                state_floats(tile.num_tokens * p.group, padded_dim(p.value_dim));
+                state_floats(tile.num_rows(p.group), padded_dim(p.value_dim));
     }
     if (states.size() < floats) states.resize(floats);
   }
@@ -40,9 +40,7 @@ void attend(const Problem& p) {
   thread_local Plan plan;
   make_plan(p, p.threads.count(), plan);
   int max_rows = p.group;
-  for (const QueryTile& tile : plan.tiles) {
-    max_rows = tile.num_tokens * p.group > max_rows ? tile.num_tokens * p.group : max_rows;
-  }
+  for (const QueryTile& tile : plan.tiles) max_rows = std::max(max_rows, tile.num_rows(p.group));
   thread_local SplitState split;
   split.prepare(p, plan);
   const Plan& work = plan;

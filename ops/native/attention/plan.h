@@ -1,6 +1,6 @@
 // How one call of paged attention is cut into items for the threads.
 //
-// An item is a sequence, a kv head, a tile of its query tokens (with all query heads of the group, so that
+// An item is a sequence, one or more kv heads, a tile of its query tokens (with all query heads of the group, so that
 // keys and values are read once), and a range of KV partitions. Sequences with a common prefix share the items of its
 // partitions. The division into items depends on the batch and on the number of threads. The results do not
 // (see attention.cpp).
@@ -23,8 +23,9 @@ inline void make_plan(const Problem& p, int threads, Plan& plan) {
   plan.tiles.clear();
   plan.members.clear();
   plan.items.clear();
+  const int heads = heads_of_few_rows(p, threads);
   for (int seq = 0; seq < p.num_seqs; ++seq) {
-    if (p.query_start_loc[seq + 1] > p.query_start_loc[seq]) add_tiles(p, seq, plan);
+    if (p.query_start_loc[seq + 1] > p.query_start_loc[seq]) add_tiles(p, seq, heads, plan);
   }
   TileJoiner(p, plan).run();
   double total = 0.0;

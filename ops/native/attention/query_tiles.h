@@ -17,6 +17,9 @@ constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread 
 constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
 // Tiles are cut into items of at most 1 / kItemsPerWorker of a worker's part, but not below one partition.
 constexpr int kItemsPerWorker = 4;
+constexpr int kRowsOfFew = 16;  // rows of a kv head up to which reading its keys and values takes most of the time
+// Tiles of few rows have several kv heads, as long as there are this many tiles for each thread.
+constexpr int kTilesPerThread = 8;
 
 struct Cache {  // within a head's part of a block: groups, see tile.h
   char* data;
@@ -54,10 +57,13 @@ struct Problem {
   Threads threads;
 };
 
-// A tile of query tokens of one sequence and kv head, and the range of keys that its rows see. Or a joined tile: the rows of
-// several such tiles, its members, against partitions of keys that the members share (shared_keys.h).
+// A tile of query tokens of one sequence and some kv heads, and the range of keys that its rows see. Rows are ordered by
+// kv head, token and query head. Or a joined tile: the rows of one kv head of several such tiles, its members, against
+// partitions of keys that the members share (shared_keys.h).
 struct QueryTile {
-  int seq, kv_head;     // of a joined tile: the first member's
+  int seq;              // of a joined tile: the first member's
+  int kv_head;          // the first one
+  int num_kv_heads;
   int64_t first_token;  // row of q
   int num_tokens;
   int first_position;   // the position of first_token in its sequence
@@ -68,6 +74,9 @@ struct QueryTile {
   int first_member, num_members;  // in Plan::members; num_members is 0 except in a joined tile
 
   bool is_joined() const { return num_members > 0; }
+  // Rows of a kv head, and of all.
+  int rows_of_head(int group) const { return num_tokens * group; }
+  int num_rows(int group) const { return num_kv_heads * num_tokens * group; }
   // Whether its partitions are computed apart, each into a state of its own.
   bool has_parts() const { return num_items > 1 || own_partition > first_partition; }
 };
@@ -104,11 +113,11 @@ inline Place place_of(const Problem& p, const QueryTile& tile, int t) {
   return {position, std::max(position + 1, static_cast<int>(p.visible_ends[tile.first_token + t]))};
 }
 
-// For `count` rows of a tile, from `row` on: the keys that each row sees among the `num_keys` keys from `first_key` on, and
-// its ALiBi if the model has ALiBi. `places` has the place of each token of the tile. Returns one past the last key
-// that a row sees, or 0 if no row sees a key.
-inline int look(const Problem& p, const QueryTile& tile, const Place* places, int first_key, int num_keys, int row,
-                int count, Visible* visible, Alibi* alibi) {
+// For `count` rows of the kv head `kv_head` of a tile, from its row `row` on: the keys that each row sees among the
+// `num_keys` keys from `first_key` on, and its ALiBi if the model has ALiBi. `places` has the place of each token of the
+// tile. Returns one past the last key that a row sees, or 0 if no row sees a key.
+inline int look(const Problem& p, int kv_head, const Place* places, int first_key, int num_keys, int row, int count,
+                Visible* visible, Alibi* alibi) {
   int last_seen = 0;
   int first_seen = num_keys;
   for (int r = 0; r < count; ++r) {
@@ -117,7 +126,7 @@ inline int look(const Problem& p, const QueryTile& tile, const Place* places, in
     const int first = first_seen_from(p, position) - first_key;
     visible[r] = {first > 0 ? first : 0, last < num_keys ? last : num_keys};
     if (p.alibi_slopes != nullptr) {
-      const int head = tile.kv_head * p.group + (row + r) % p.group;
+      const int head = kv_head * p.group + (row + r) % p.group;
       alibi[r] = {p.alibi_slopes[head] * kLog2E, static_cast<float>(first_key - position)};
     }
     last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
@@ -129,21 +138,35 @@ inline int look(const Problem& p, const QueryTile& tile, const Place* places, in
 // The cost of the partitions that the tile's own items compute.
 inline double cost_of(const Problem& p, const QueryTile& tile) {
   const int first_key = std::max(tile.first_key, tile.own_partition * kPartition);
-  return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - first_key);
+  return tile.num_kv_heads * (tile.rows_of_head(p.group) + kTileCost) * (tile.last_key - first_key);
+}
+
+// How many kv heads the tiles of few rows have: the most that divide the model's and leave enough tiles for the threads.
+// In a block, the keys of all heads lie one after the other. So a tile of several heads reads long pieces of memory, which
+// the processor prefetches, and the places of its keys are computed once.
+inline int heads_of_few_rows(const Problem& p, int threads) {
+  int64_t partitions = 0;
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) partitions += (p.seq_lens[seq] + kPartition - 1) / kPartition;
+  const int64_t needed = threads == 1 ? 1 : threads * kTilesPerThread;
+  int heads = p.num_kv_heads;
+  while (heads > 1 && (p.num_kv_heads % heads != 0 || partitions * (p.num_kv_heads / heads) < needed)) --heads;
+  return heads;
 }
 
 // KV heads are the outer loop, so that one head's keys and values stay in cache from tile to tile. The last tokens
 // come first, because they see the most keys and the shortest items should run last.
-inline void add_tiles(const Problem& p, int seq, Plan& plan) {
+inline void add_tiles(const Problem& p, int seq, int heads_of_few, Plan& plan) {
   const int begin = p.query_start_loc[seq];
   const int num_queries = p.query_start_loc[seq + 1] - begin;
   const int length = p.seq_lens[seq];
   const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
-  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
+  const int heads = num_queries * p.group <= kRowsOfFew ? heads_of_few : 1;
+  for (int kv_head = 0; kv_head < p.num_kv_heads; kv_head += heads) {
     for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
       QueryTile tile{};
       tile.seq = seq;
       tile.kv_head = kv_head;
+      tile.num_kv_heads = heads;
       tile.first_token = begin + first;
       tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
       tile.first_position = length - num_queries + first;

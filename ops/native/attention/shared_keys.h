@@ -20,7 +20,7 @@ constexpr int kMaxJoinedRows = 32;  // a tile with more rows has enough work for
 // A sequence whose tiles (one for each kv head) can become members of joined tiles.
 struct Candidate {
   int seq;
-  int first_tile;      // of kv head 0
+  int first_tile;      // of kv head 0; the tiles of the other heads follow
   int num_partitions;  // leading partitions whose keys are all seen by all rows
 };
 
@@ -35,8 +35,8 @@ class TileJoiner {
       const QueryTile& tile = plan_.tiles[i];
       for (next = i + 1; next < num_tiles && plan_.tiles[next].seq == tile.seq;) ++next;
       const int partitions = (tile.first_position + 1) / kPartition;
-      const bool has_one_tile = next - i == p_.num_kv_heads;  // for each kv head
-      if (has_one_tile && partitions > 0 && tile.num_tokens * p_.group <= kMaxJoinedRows) {
+      const bool has_one_tile = (next - i) * tile.num_kv_heads == p_.num_kv_heads;  // for each kv head
+      if (has_one_tile && partitions > 0 && tile.rows_of_head(p_.group) <= kMaxJoinedRows) {
         candidates_.push_back({tile.seq, i, partitions});
       }
     }
@@ -102,7 +102,9 @@ class TileJoiner {
   }
 
   void add(int begin, int end, int kv_head, int first, int last) {
-    QueryTile joined = plan_.tiles[candidates_[begin].first_tile + kv_head];
+    QueryTile joined = plan_.tiles[tile_of(candidates_[begin], kv_head)];
+    joined.kv_head = kv_head;
+    joined.num_kv_heads = 1;
     joined.num_tokens = 0;
     joined.first_key = first * kPartition;
     joined.last_key = last * kPartition;
@@ -111,12 +113,16 @@ class TileJoiner {
     joined.first_member = static_cast<int>(plan_.members.size());
     joined.num_members = end - begin;
     for (int i = begin; i < end; ++i) {
-      const int index = candidates_[i].first_tile + kv_head;
+      const int index = tile_of(candidates_[i], kv_head);
       plan_.members.push_back(index);
       plan_.tiles[index].own_partition = last;
       joined.num_tokens += plan_.tiles[index].num_tokens;
     }
     plan_.tiles.push_back(joined);
+  }
+
+  int tile_of(const Candidate& candidate, int kv_head) const {
+    return candidate.first_tile + kv_head / plan_.tiles[candidate.first_tile].num_kv_heads;
   }
 
   const Problem& p_;

@@ -18,6 +18,11 @@ inline size_t state_floats(int rows, int padded_dim) { return static_cast<size_t
 
 inline State state_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
 
+// The rows from `row` on.
+inline State rows_from(State state, int row, int padded_dim) {
+  return {state.maximum + row, state.total + row, state.accumulator + static_cast<size_t>(row) * padded_dim};
+}
+
 inline void clear(State state, int rows, int padded_dim) {
   for (int r = 0; r < rows; ++r) state.maximum[r] = kLowest;
   std::memset(state.total, 0, rows * sizeof(float));
@@ -43,12 +48,10 @@ inline void merge(State state, State part, int rows, int padded_dim) {
   }
 }
 
-// Copies `rows` rows of `from`, starting at `first_row`, to the beginning of `to`.
-inline void copy_rows(State from, int first_row, int rows, int padded_dim, State to) {
-  std::memcpy(to.maximum, from.maximum + first_row, rows * sizeof(float));
-  std::memcpy(to.total, from.total + first_row, rows * sizeof(float));
-  std::memcpy(to.accumulator, from.accumulator + static_cast<size_t>(first_row) * padded_dim,
-              static_cast<size_t>(rows) * padded_dim * sizeof(float));
+inline void copy_rows(State from, int rows, int padded_dim, State to) {
+  std::memcpy(to.maximum, from.maximum, rows * sizeof(float));
+  std::memcpy(to.total, from.total, rows * sizeof(float));
+  std::memcpy(to.accumulator, from.accumulator, static_cast<size_t>(rows) * padded_dim * sizeof(float));
 }
 
 }  // namespace ostinato::attention

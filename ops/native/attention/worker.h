@@ -67,7 +67,7 @@ class Worker {
 
   // Runs all partitions of a tile, and writes the output.
   void run_whole(const QueryTile& tile) {
-    const int rows = tile.num_tokens * p_.group;
+    const int rows = tile.num_rows(p_.group);
     load_queries(tile);
     const State whole = state_at(whole_, rows);
     const State local = state_at(local_, rows);
@@ -85,7 +85,7 @@ class Worker {
   void run_part(const Item& item, const States& states_of) {
     const QueryTile& tile = plan_.tiles[item.tile];
     load_queries(tile);
-    const State local = state_at(local_, tile.num_tokens * p_.group);
+    const State local = state_at(local_, tile.num_rows(p_.group));
     for (int partition = item.first_partition; partition < item.last_partition; ++partition) {
       if (!tile.is_joined()) {
         run_partition(tile, partition, state_of(states_of(item.tile), tile, partition));
@@ -95,8 +95,10 @@ class Worker {
       int row = 0;
       for_tiles_of(plan_, item, [&](int index) {
         const QueryTile& member = plan_.tiles[index];
-        const int rows = member.num_tokens * p_.group;
-        copy_rows(local, row, rows, padded_dim_, state_of(states_of(index), member, partition));
+        const int rows = member.rows_of_head(p_.group);
+        const State to = state_of(states_of(index), member, partition);
+        copy_rows(rows_from(local, row, padded_dim_), rows, padded_dim_,
+                  rows_from(to, (tile.kv_head - member.kv_head) * rows, padded_dim_));
         row += rows;
       });
     }
@@ -106,32 +108,39 @@ class Worker {
   void combine(const QueryTile& tile, float* states) {
     const State whole = state_of(states, tile, tile.first_partition);
     for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {
-      merge(whole, state_of(states, tile, partition), tile.num_tokens * p_.group, padded_dim_);
+      merge(whole, state_of(states, tile, partition), tile.num_rows(p_.group), padded_dim_);
     }
     write_output(tile, whole);
   }
 
  private:
   State state_of(float* states, const QueryTile& tile, int partition) const {
-    const int rows = tile.num_tokens * p_.group;
+    const int rows = tile.num_rows(p_.group);
     return state_at(states + (partition - tile.first_partition) * state_floats(rows, padded_dim_), rows);
   }
 
   void load_queries(const QueryTile& tile) {
+    if (!tile.is_joined()) {
+      for (int i = 0; i < tile.num_kv_heads; ++i) {
+        load_head(tile, tile.kv_head + i, places_, i * tile.rows_of_head(p_.group));
+      }
+      return;
+    }
     int token = 0;
-    if (!tile.is_joined()) return append_queries(tile, token);
     for (int i = 0; i < tile.num_members; ++i) {
-      append_queries(plan_.tiles[plan_.members[tile.first_member + i]], token);
+      const QueryTile& member = plan_.tiles[plan_.members[tile.first_member + i]];
+      load_head(member, tile.kv_head, places_ + token, token * p_.group);
+      token += member.num_tokens;
     }
   }
 
-  // Loads the queries of a tile after those of `token` tokens.
-  void append_queries(const QueryTile& tile, int& token) {
-    Factor* out = queries_ + static_cast<size_t>(token) * p_.group * num_factors_;
+  // Loads the queries of a kv head of a tile into the rows from `first_row` on, and the places of their tokens.
+  void load_head(const QueryTile& tile, int kv_head, Place* places, int first_row) {
+    Factor* out = queries_ + static_cast<size_t>(first_row) * num_factors_;
     for (int t = 0; t < tile.num_tokens; ++t) {
-      places_[token++] = place_of(p_, tile, t);
+      places[t] = place_of(p_, tile, t);
       for (int g = 0; g < p_.group; ++g, out += num_factors_) {
-        const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + g;
+        const int64_t head = static_cast<int64_t>(kv_head) * p_.group + g;
         const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
         const T* row = reinterpret_cast<const T*>(p_.q.data) + offset;
         if constexpr (kHasByteTiles) {
@@ -150,8 +159,8 @@ class Worker {
     return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
   }
 
-  // The groups of the tile of keys that starts at first_key. Groups before the window are zeros: their blocks can be
-  // those of other sequences, and a weight of 0 times NaN is NaN.
+  // The groups of the tile of keys that starts at first_key, of the tile's first kv head. Groups before the window are
+  // zeros: their blocks can be those of other sequences, and a weight of 0 times NaN is NaN.
   // Not inlined: run_partition calls it three times.
   [[gnu::noinline]] TileGroups<Unit> locate(const QueryTile& tile, int first_key) const {
     TileGroups<Unit> groups;
@@ -175,50 +184,80 @@ class Worker {
     return reinterpret_cast<const Unit*>(cache.data + block * cache.block_stride + head * cache.head_stride + offset);
   }
 
+  // The same groups of the next kv head.
+  TileGroups<Unit> of_next_head(TileGroups<Unit> groups) const {
+    for (int i = 0; i < kTile / tokens_; ++i) {
+      if (groups.keys[i] == reinterpret_cast<const Unit*>(kZeroGroup)) continue;
+      groups.keys[i] += p_.k_cache.head_stride / static_cast<int64_t>(sizeof(Unit));
+      groups.values[i] += p_.v_cache.head_stride / static_cast<int64_t>(sizeof(Unit));
+    }
+    return groups;
+  }
+
+  // The rows of one kv head of a tile.
+  struct HeadRows {
+    int kv_head;
+    int first;  // row of the tile
+    int count;
+    State state;  // of these rows
+  };
+
+  HeadRows rows_of_head(const QueryTile& tile, int index, State state) const {
+    const int count = tile.rows_of_head(p_.group), first = index * count;
+    return {tile.kv_head + index, first, count, rows_from(state, first, padded_dim_)};
+  }
+
   void run_partition(const QueryTile& tile, int partition, State state) {
-    const int rows = tile.num_tokens * p_.group;
-    clear(state, rows, padded_dim_);
+    clear(state, tile.num_rows(p_.group), padded_dim_);
     const int begin = partition * kPartition;
     const int end = begin + kPartition < tile.last_key ? begin + kPartition : tile.last_key;
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
     if constexpr (kHasByteTiles) {
-      this->run_byte_tiles(tile, from, end, rows, state);
+      for (int i = 0; i < tile.num_kv_heads; ++i) this->run_byte_tiles(tile, i, from, end, state);
     } else {
-      run_tiles(tile, from, end, rows, state);
+      run_tiles(tile, from, end, state);
     }
   }
 
   // Computes all rows against the keys [from, end) of a partition.
-  void run_tiles(const QueryTile& tile, int from, int end, int rows, State state) {
+  void run_tiles(const QueryTile& tile, int from, int end, State state) {
+    const int rows = tile.num_rows(p_.group), last_head = tile.num_kv_heads - 1;
     std::memset(totals_, 0, static_cast<size_t>(rows) * kWidth * sizeof(float));
     for (int first_key = from; first_key < end; first_key += kTile) {
-      const TileGroups<Unit> groups = locate(tile, first_key);
+      TileGroups<Unit> groups = locate(tile, first_key);
+      for (int i = 0; i < last_head; ++i) {
+        const TileGroups<Unit> next = of_next_head(groups);
+        run_tile(tile, i, first_key, groups, &next, state);
+        groups = next;
+      }
       if (first_key + kTile < tile.last_key) {
         const TileGroups<Unit> next = locate(tile, first_key + kTile);
-        run_tile(tile, first_key, groups, &next, rows, state);
+        run_tile(tile, last_head, first_key, groups, &next, state);
       } else if (upcoming_ != nullptr) {
         const TileGroups<Unit> next = locate(*upcoming_, upcoming_->first_key / kTile * kTile);
-        run_tile(tile, first_key, groups, &next, rows, state);
+        run_tile(tile, last_head, first_key, groups, &next, state);
       } else {
-        run_tile(tile, first_key, groups, nullptr, rows, state);
+        run_tile(tile, last_head, first_key, groups, nullptr, state);
       }
     }
     for (int r = 0; r < rows; ++r) state.total[r] = reduce_sum(load(totals_ + r * kWidth));
   }
 
-  // Computes all rows against one tile of keys. Meanwhile the tile `next` is prefetched, unless it is null.
-  void run_tile(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups, const TileGroups<Unit>* next,
-                int rows, State state) {
+  // Computes the rows of a tile's kv head `index` against one tile of keys. Meanwhile the tile `next` is prefetched, unless
+  // it is null.
+  void run_tile(const QueryTile& tile, int index, int first_key, const TileGroups<Unit>& groups,
+                const TileGroups<Unit>* next, State state) {
+    const HeadRows rows = rows_of_head(tile, index, state);
+    const int num_keys = count_keys(tile, first_key);
     if constexpr (Layout::kHasMatrixTiles) {
-      this->run_matrix_blocks(tile, first_key, groups, next, rows, state);
+      this->run_matrix_blocks(rows, first_key, num_keys, groups, next);
     } else if constexpr (Layout::kWidens) {
       TileGroups<float> widened;
-      Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, p_.value_dim, keys_, values_,
-                         widened);
-      run_blocks(tile, first_key, widened, nullptr, rows, state);
+      Layout::widen_tile(groups, next, tokens_, num_keys, p_.head_dim, p_.value_dim, keys_, values_, widened);
+      run_blocks(rows, first_key, widened, nullptr);
     } else {
       if constexpr (kHasScales) collect_scales(groups, next);
-      run_blocks(tile, first_key, groups, next, rows, state);
+      run_blocks(rows, first_key, groups, next);
     }
   }
 
@@ -235,23 +274,21 @@ class Worker {
     }
   }
 
-  void run_blocks(const QueryTile& tile, int first_key, const TileGroups<Step>& groups, const TileGroups<Step>* next,
-                  int rows, State state) {
+  void run_blocks(const HeadRows& rows, int first_key, const TileGroups<Step>& groups, const TileGroups<Step>* next) {
     const KeyColumns<Step> keys(groups, tokens_);
     const KeyColumns<Step> next_keys(next == nullptr ? groups : *next, tokens_);
-    for (int row = 0, count; row < rows; row += count) {
-      count = rows_per_block(rows - row);
+    for (int row = 0, count; row < rows.count; row += count) {
+      count = rows_per_block(rows.count - row);
       const bool fetches = next != nullptr && row == 0;
-      run_rows(tile, first_key, row, count, state, keys.columns, groups.values,
-               fetches ? next_keys.columns : nullptr, fetches ? next->values : nullptr);
+      run_rows(rows, first_key, row, count, keys.columns, groups.values, fetches ? next_keys.columns : nullptr,
+               fetches ? next->values : nullptr);
     }
   }
 
 #if OSTINATO_AMX
   // Does what run_blocks does, by matrix tiles.
-  void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups,
-                         const TileGroups<Unit>* next, int rows, State state) {
-    const int num_keys = count_keys(tile, first_key);
+  void run_matrix_blocks(const HeadRows& rows, int first_key, int num_keys, const TileGroups<Unit>& groups,
+                         const TileGroups<Unit>* next) {
     GroupPrefetch prefetch(kTile / tokens_);
     if (next != nullptr) {  // values are copied before keys are multiplied
       prefetch.add(next->values, static_cast<int64_t>(tokens_) * p_.value_bytes);
@@ -265,21 +302,22 @@ class Worker {
       std::copy(groups.keys, groups.keys + kKeyVectors, keys);
     }
     copy_values(groups, tokens_, num_keys, p_.value_dim, padded_dim_, joined_values_);
-    for (int row = 0; row < rows; row += Layout::kRows) {
-      const int count = std::min(Layout::kRows, rows - row);
+    for (int row = 0; row < rows.count; row += Layout::kRows) {
+      const int count = std::min(Layout::kRows, rows.count - row);
       Visible visible[Layout::kRows];
       Alibi alibi[Layout::kRows];
-      const int last_seen = look(p_, tile, places_, first_key, kTile, row, count, visible, alibi);
+      const int last_seen = look(p_, rows.kv_head, places_, first_key, kTile, row, count, visible, alibi);
       if (last_seen <= 0) continue;
       registers_.shape(count, num_steps_);
       const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
       with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-        score_tiles<kVectors>(queries_ + static_cast<size_t>(row) * num_factors_, num_steps_, keys, scores_, prefetch);
+        score_tiles<kVectors>(queries_ + static_cast<size_t>(rows.first + row) * num_factors_, num_steps_, keys, scores_,
+                              prefetch);
       });
       alignas(64) float rescale[Layout::kRows];
       softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, nullptr, scores_,
-                            weights_, state.maximum + row, totals_ + row * kWidth, rescale);
-      float* out = state.accumulator + static_cast<size_t>(row) * padded_dim_;
+                            weights_, rows.state.maximum + row, totals_ + (rows.first + row) * kWidth, rescale);
+      float* out = rows.state.accumulator + static_cast<size_t>(row) * padded_dim_;
       rescale_rows(count, rescale, padded_dim_, out);
       for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
         with_tiles(std::min(4, (padded_dim_ - column) / amx::kTileColumns),
@@ -290,15 +328,18 @@ class Worker {
     }
   }
 
-  // The same by matrix tiles of bytes. Meanwhile the next partition is prefetched.
-  void run_byte_tiles(const QueryTile& tile, int from, int end, int rows, State state) {
+  // The same by matrix tiles of bytes, for all keys of a partition. Meanwhile the next partition is prefetched.
+  void run_byte_tiles(const QueryTile& tile, int index, int from, int end, State state) {
+    const HeadRows rows = rows_of_head(tile, index, state);
     PartitionGroups groups, next;
-    locate_all(tile, from, end, groups);
-    if (end < tile.last_key) {
-      locate_all(tile, end, std::min(end + kPartition, tile.last_key), next);
+    locate_all(tile, index, from, end, groups);
+    if (index + 1 < tile.num_kv_heads) {
+      locate_all(tile, index + 1, from, end, next);
+    } else if (end < tile.last_key) {
+      locate_all(tile, 0, end, std::min(end + kPartition, tile.last_key), next);
     } else if (upcoming_ != nullptr) {
       const int first_key = upcoming_->first_key / kTile * kTile;
-      locate_all(*upcoming_, first_key, std::min((first_key / kPartition + 1) * kPartition, upcoming_->last_key), next);
+      locate_all(*upcoming_, 0, first_key, std::min((first_key / kPartition + 1) * kPartition, upcoming_->last_key), next);
     }
     GroupPrefetch prefetch(kTile / tokens_);
     for (int t = 0; t < next.count; ++t) prefetch.add(next.tiles[t].keys, static_cast<int64_t>(tokens_) * p_.key_bytes);
@@ -306,27 +347,32 @@ class Worker {
       prefetch.add(next.tiles[t].values, static_cast<int64_t>(tokens_) * p_.value_bytes);
     }
     bytes_.begin(groups);
-    for (int row = 0; row < rows; row += Layout::kRows) {
-      const int count = std::min(Layout::kRows, rows - row);
+    for (int row = 0; row < rows.count; row += Layout::kRows) {
+      const int count = std::min(Layout::kRows, rows.count - row);
       Visible visible[Layout::kRows];
       Alibi alibi[Layout::kRows];
-      const int last_seen = look(p_, tile, places_, from, end - from, row, count, visible, alibi);
+      const int last_seen = look(p_, rows.kv_head, places_, from, end - from, row, count, visible, alibi);
       if (last_seen <= 0) continue;
       const ByteRows block{count,
-                           queries_ + static_cast<size_t>(row) * num_factors_,
-                           query_scales_ + row,
+                           queries_ + static_cast<size_t>(rows.first + row) * num_factors_,
+                           query_scales_ + rows.first + row,
                            visible,
                            p_.alibi_slopes == nullptr ? nullptr : alibi,
                            last_seen,
-                           state.maximum + row,
-                           state.total + row,
-                           state.accumulator + static_cast<size_t>(row) * padded_dim_};
-      bytes_.run(block, rows <= Layout::kRows, prefetch);
+                           rows.state.maximum + row,
+                           rows.state.total + row,
+                           rows.state.accumulator + static_cast<size_t>(row) * padded_dim_};
+      bytes_.run(block, rows.count <= Layout::kRows, prefetch);
     }
   }
 
-  void locate_all(const QueryTile& tile, int from, int end, PartitionGroups& groups) const {
-    for (int key = from; key < end; key += kTile) groups.tiles[groups.count++] = locate(tile, key);
+  // The groups of the tiles of keys in [from, end), of the kv head `index` of the tile.
+  void locate_all(const QueryTile& tile, int index, int from, int end, PartitionGroups& groups) const {
+    for (int key = from; key < end; key += kTile) {
+      TileGroups<Unit> found = locate(tile, key);
+      for (int i = 0; i < index; ++i) found = of_next_head(found);
+      groups.tiles[groups.count++] = found;
+    }
   }
 
   TileRegisters registers_;
@@ -336,21 +382,21 @@ class Worker {
 
   // Computes a block of rows against the tile that starts at first_key. Vectors of scores past the last key that a row
   // sees are not computed.
-  void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
+  void run_rows(const HeadRows& rows, int first_key, int row, int count, const Step* const* keys,
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
     Alibi alibi[kRowBlock];
-    const int last_seen = look(p_, tile, places_, first_key, kTile, row, count, visible, alibi);
+    const int last_seen = look(p_, rows.kv_head, places_, first_key, kTile, row, count, visible, alibi);
     if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
-    score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_factors_, num_steps_, keys,
-                         next_keys, tokens_, scores_);
+    score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(rows.first + row) * num_factors_, num_steps_,
+                         keys, next_keys, tokens_, scores_);
     softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling,
-                          kHasScales ? &scales_ : nullptr, scores_, weights_, state.maximum + row,
-                          totals_ + row * kWidth, rescale);
-    const ValueRows<Multiply> rows{weights_, values, next_values, tokens_, last_seen, p_.value_dim};
-    add_all_values<Multiply>(count, rows, state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
+                          kHasScales ? &scales_ : nullptr, scores_, weights_, rows.state.maximum + row,
+                          totals_ + (rows.first + row) * kWidth, rescale);
+    const ValueRows<Multiply> seen{weights_, values, next_values, tokens_, last_seen, p_.value_dim};
+    add_all_values<Multiply>(count, seen, rows.state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
                              rescale);
   }
 
@@ -364,9 +410,11 @@ class Worker {
   }
 
   void write_output(const QueryTile& tile, State state) const {
-    for (int r = 0; r < tile.num_tokens * p_.group; ++r) {
-      const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + r % p_.group;
-      const int64_t offset = ((tile.first_token + r / p_.group) * p_.num_heads + head) * p_.value_dim;
+    const int rows_of_head = tile.rows_of_head(p_.group);
+    for (int r = 0; r < tile.num_rows(p_.group); ++r) {
+      const int64_t kv_head = tile.kv_head + r / rows_of_head, token = tile.first_token + r % rows_of_head / p_.group;
+      const int64_t head = kv_head * p_.group + r % p_.group;
+      const int64_t offset = (token * p_.num_heads + head) * p_.value_dim;
       const float factor = p_.sinks != nullptr         ? factor_with_sink(p_.sinks[head], state.maximum[r], state.total[r])
                            : state.total[r] > 0.0f ? 1.0f / state.total[r]
                                                    : 0.0f;
