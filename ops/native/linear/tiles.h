@@ -28,7 +28,8 @@ constexpr int vectors_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; 
 #endif
 
 // Weights that are prefetched while a tile is computed: at every step, the line at
-// `begin + column * per_column + step * per_step`, where `column` is the tile's first column.
+// `begin + column * per_column + step * per_step`, where `column` is the tile's first column. They are prefetched into the
+// second level cache. Prefetches into the first one read memory at two thirds of that speed on a Zen 4.
 struct Fetch {
   // The tile's own weights, 32 steps ahead of a tall tile and 8 steps ahead of a short one.
   static Fetch ahead(const uint32_t* w, int rows) {
@@ -168,8 +169,8 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
       if constexpr (tall || (OSTINATO_ISA == 1 && Kind::kFloats == 2)) {
         // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512. On
         // a processor that has only AVX2 it makes them faster if they widen their weights, and else slower.
-        __builtin_prefetch(fetched);
-        if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64);
+        __builtin_prefetch(fetched, 0, 2);
+        if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64, 0, 2);
         fetched += per_step;
       }
       Kind::template step<R, V>(sum, values, units);

@@ -94,8 +94,7 @@ class QuantizedRowWorker {
         // With AVX2, prefetching makes a row of 4-bit weights faster, and one of 8 bits not.
         const bool is_ahead = OSTINATO_ISA >= 2 ? rows > 1 : OSTINATO_ISA == 1 && Bits != kBytes && rows <= 2;
         if (groups_.blocks.count == 1 && is_ahead) fetch = GroupFetch::ahead(data, group_bytes);
-        // Shares were not measured with AVX-512.
-        if (OSTINATO_ISA <= 1 && blocks > 1) fetch = GroupFetch::share(data + bytes, bytes, count, block, blocks, rows);
+        if (blocks > 1) fetch = GroupFetch::share(data + bytes, bytes, count, block, blocks, rows);
         if (first == 0) std::memset(block_sums, 0, rows * kPanel * sizeof(float));
         kQuantizedTiles<Bits>[rows - 1](x, data, steps, weight_, block_sums, fetch);
         if (step + steps == weight_.steps) write_rows<Out>(p_, block_sums, rows, bias, row, column);

@@ -38,6 +38,8 @@ struct GroupFetch {
   static GroupFetch ahead(const uint8_t* w, int64_t group_bytes) { return {w + kBytesAhead, group_bytes, 0}; }
 
   static constexpr int64_t kBytesAhead = OSTINATO_ISA >= 2 ? 6 << 10 : 1 << 10;
+  // The second level cache, or with AVX2 the first: there, shares are multiplied faster from the first.
+  static constexpr int kLocality = OSTINATO_ISA >= 2 ? 2 : 3;
 
   const uint8_t* begin;
   int64_t per_group;   // 0 = nothing
@@ -65,7 +67,7 @@ void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, con
       const uint8_t* data = panel + header_bytes + column * 4;
       const float* row_scales = x.scales + group * R;
       const float* row_sums = x.sums + group * R;
-      for (int64_t byte = 0; byte < fetch.per_group; byte += 64) __builtin_prefetch(fetched + byte);
+      for (int64_t byte = 0; byte < fetch.per_group; byte += 64) __builtin_prefetch(fetched + byte, 0, GroupFetch::kLocality);
       fetched += fetch.per_group;
       F32 whole[R][V];
       sum_group<Bits>(units, data, count, x.starts + group * R, whole);
