@@ -73,7 +73,7 @@ class Quantization(StrEnum):
 
 
 class HeadQuantization(StrEnum):
-    """How the token embeddings and the output head are quantised."""
+    """How the token embeddings and the output head are quantised while they are loaded."""
 
     auto = "auto"
     none = "none"
@@ -270,7 +270,9 @@ class ModelSection(Section):
     )
     quantization_symmetric: bool = setting(True, "false = every group has a zero point too")
     quantization_head: HeadQuantization = setting(
-        HeadQuantization.auto, "method for token embeddings and output head; auto = int8"
+        HeadQuantization.auto,
+        "quantise token embeddings and output head while they are loaded; auto = int8 if "
+        "model.quantization is set, else none",
     )
     round_activations: bool = setting(
         True, "on CUDA, 8-bit activations if the checkpoint states so; false = model.dtype"
@@ -288,15 +290,14 @@ class ModelSection(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.quantization is not Quantization.none:
+        quantizes_head = self.quantization_head in (HeadQuantization.int8, HeadQuantization.int4)
+        if self.quantization is not Quantization.none or quantizes_head:
             return
-        for name, unset in (
-            ("quantization_group_size", None),
-            ("quantization_symmetric", True),
-            ("quantization_head", HeadQuantization.auto),
-        ):
+        for name, unset in (("quantization_group_size", None), ("quantization_symmetric", True)):
             if getattr(self, name) != unset:
-                allowed = "left out unless model.quantization is int8 or int4"
+                allowed = (
+                    "left out unless model.quantization or model.quantization_head is int8 or int4"
+                )
                 refuse(f"model.{name}", allowed, getattr(self, name))
 
 

@@ -1,8 +1,9 @@
 """Chooses the weight method of every matrix of a model.
 
 Two settings name a method: `model.quantization` (quantise while loading) and the
-`quantization_config` in a checkpoint's config.json (the stored weights are quantised). The name is
-that of a module, so a new method is one file (and for `model.quantization` a name in
+`quantization_config` in a checkpoint's config.json (the stored weights are quantised). With each of
+them, `model.quantization_head` can name the method of the embeddings and the output head. The name
+is that of a module, so a new method is one file (and for `model.quantization` a name in
 conf/schema.py):
 
     models/weight_methods/<quantization>.py         on_load(group_size, symmetric) -> WeightMethod
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
@@ -108,7 +109,7 @@ class WeightsByRole:
 
     @property
     def uses_cpu_kernels(self) -> bool:
-        return not isinstance(self.layers, Plain)
+        return not isinstance(self.layers, Plain) or self.head.is_quantized
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -116,10 +117,12 @@ class WeightsByRole:
 
     @property
     def quantization(self) -> str:
-        if not self.layers.is_quantized:
+        if not self.layers.is_quantized and not self.head.is_quantized:
             return "none"
-        head = self.head.name if self.head.is_quantized else "as loaded"
-        return f"{self.layers.name}; head {head}"
+        layers, head = (
+            each.name if each.is_quantized else "as loaded" for each in (self.layers, self.head)
+        )
+        return f"{layers}; head {head}"
 
     def method_for(
         self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
@@ -131,6 +134,55 @@ class WeightsByRole:
         if role is not MatrixRole.embedding:
             return self.head
         return self.embedding if spec.out_features >= _MIN_TABLE_ROWS else Plain()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOnLoad:
+    """The methods of a quantised checkpoint, whose embeddings and head are quantised on load."""
+
+    as_stored: WeightPolicy
+    head: WeightMethod
+
+    @property
+    def uses_cpu_kernels(self) -> bool:
+        return self.as_stored.uses_cpu_kernels
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self.as_stored.is_batch_invariant and self.head.is_batch_invariant
+
+    @property
+    def quantization(self) -> str:
+        return f"{self.as_stored.quantization}; head {self.head.name}"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self.as_stored.ignored
+
+    @property
+    def has_cache_scales(self) -> bool:
+        return self.as_stored.has_cache_scales
+
+    def method_for(
+        self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
+    ) -> WeightMethod:
+        """The method of one matrix.
+
+        Raises:
+            ValueError: the checkpoint's head is quantised already, or as for the checkpoint.
+        """
+        stored = self.as_stored.method_for(names, role, spec)
+        if role is MatrixRole.embedding:
+            is_large = spec.out_features >= _MIN_TABLE_ROWS
+            return self.head if is_large and not stored.is_quantized else stored
+        if role not in (MatrixRole.head, MatrixRole.tied):
+            return stored
+        if stored.is_quantized:
+            raise ValueError(
+                f"model.quantization_head is set, but the checkpoint's output head is quantised "
+                f"already ({stored.name}); leave model.quantization_head out"
+            )
+        return self.head
 
 
 PLAIN = WeightsByRole(layers=Plain(), router=Plain(), head=Plain(), embedding=Plain())
@@ -147,8 +199,9 @@ def choose_weights(
 ) -> WeightPolicy:
     """The weight methods of a model.
 
-    `quantization_head=auto` keeps the output head at 8 bits. The head decides between tokens whose
-    logits are nearly equal. It is a small part of the weights, except in the smallest models.
+    With `model.quantization`, `quantization_head=auto` keeps the output head at 8 bits. The head
+    decides between tokens whose logits are nearly equal. It is a small part of the weights, except
+    in the smallest models.
 
     Args:
         section: the configuration of the model.
@@ -171,34 +224,53 @@ def choose_weights(
             "model.round_activations=false is for quantised checkpoints on CUDA; leave it out"
         )
     if stated is not None:
-        policy = _from_checkpoint(section, stated, unquantized, read_headers(checkpoint))
+        policy: WeightPolicy = _from_checkpoint(
+            section, stated, unquantized, read_headers(checkpoint)
+        )
         if is_cuda and section.round_activations and isinstance(policy, CheckpointPolicy):
             capability = torch.cuda.get_device_capability(device)
-            return RoundingPolicy(as_stored=policy, capability=capability)
-        return policy
-    if section.quantization is Quantization.none:
-        return WeightsByRole(
-            layers=unquantized, router=unquantized, head=unquantized, embedding=Plain()
+            policy = RoundingPolicy(as_stored=policy, capability=capability)
+    else:
+        layers = unquantized
+        if section.quantization is not Quantization.none:
+            layers = _on_load(section, "quantization", section.quantization, device, dtype, pack)
+        policy = WeightsByRole(
+            layers=layers, router=unquantized, head=unquantized, embedding=Plain()
         )
-    asked = f"model.quantization={section.quantization}"
-    layers = _on_load(section, section.quantization.value)
-    reason = layers.why_unusable(device, dtype)
+    choice = section.quantization_head
+    if choice is HeadQuantization.auto and section.quantization is not Quantization.none:
+        choice = HeadQuantization.int8
+    if choice in (HeadQuantization.auto, HeadQuantization.none):
+        return policy
+    head = _on_load(section, "quantization_head", choice, device, dtype, pack)
+    if isinstance(policy, WeightsByRole):
+        return replace(policy, head=head, embedding=head)
+    return HeadOnLoad(as_stored=policy, head=head)
+
+
+def _on_load(
+    section: ModelSection,
+    setting: str,
+    choice: Quantization | HeadQuantization,
+    device: torch.device,
+    dtype: torch.dtype,
+    pack: bool,
+) -> WeightMethod:
+    """The method that a setting of the model section names.
+
+    Raises:
+        ValueError: no kernel supports it with this device, dtype or `pack`.
+    """
+    make = _entry(weight_methods, choice.value, "on_load")
+    if make is None:
+        raise ValueError(f"no weight method {choice!r} quantises weights while they are loaded")
+    method: WeightMethod = make(section.quantization_group_size, section.quantization_symmetric)
+    reason = method.why_unusable(device, dtype)
     if reason is None and not pack and device.type == "cpu":
         reason = "graphs.pack_weights=false keeps weights as they are; leave out one of the two"
     if reason is not None:
-        raise ValueError(f"{asked}, but {reason}")
-    if section.quantization_head is HeadQuantization.none:
-        return WeightsByRole(layers=layers, router=unquantized, head=unquantized, embedding=Plain())
-    is_auto = section.quantization_head is HeadQuantization.auto
-    head = _on_load(section, "int8" if is_auto else section.quantization_head.value)
-    return WeightsByRole(layers=layers, router=unquantized, head=head, embedding=head)
-
-
-def _on_load(section: ModelSection, name: str) -> WeightMethod:
-    make = _entry(weight_methods, name, "on_load")
-    if make is None:
-        raise ValueError(f"no weight method {name!r} quantises weights while they are loaded")
-    return make(section.quantization_group_size, section.quantization_symmetric)
+        raise ValueError(f"model.{setting}={choice}, but {reason}")
+    return method
 
 
 def _from_checkpoint(
@@ -208,7 +280,8 @@ def _from_checkpoint(
     if section.quantization is not Quantization.none:
         raise ValueError(
             f"model.quantization={section.quantization}, but the checkpoint is quantised already "
-            f"({method}); leave model.quantization out"
+            f"({method}); leave model.quantization out. model.quantization_head=int8 quantises a "
+            "head of floats"
         )
     make = _entry(quantized_checkpoints, method, "from_checkpoint")
     if make is None:

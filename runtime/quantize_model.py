@@ -109,7 +109,7 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
         raise StartupError("GGUF files are not quantised again; use the checkpoint in safetensors")
     if source.weights.quantization != "none":
         raise StartupError(
-            f"the checkpoint is quantised already ({source.weights.quantization}); "
+            f"the weights are quantised already ({source.weights.quantization}); "
             "quantise the checkpoint from which it was made"
         )
     config = source.config

@@ -311,7 +311,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="also run this engine with model.quantization=VALUE; VALUE:KEY=VALUE,... sets more",
     )
-    parser.add_argument("--stored", action="append", default=[], help="NAME=CHECKPOINT; repeatable")
+    parser.add_argument(
+        "--stored",
+        action="append",
+        default=[],
+        help="NAME=CHECKPOINT, or with overrides NAME=CHECKPOINT,KEY=VALUE,...; repeatable",
+    )
     parser.add_argument(
         "--only-quantized", action="store_true", help="do not run this engine unquantised"
     )

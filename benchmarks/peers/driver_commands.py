@@ -39,9 +39,11 @@ def driver_commands(options: argparse.Namespace) -> dict[str, list[str]]:
         overrides = [f"model.quantization={kind}", *filter(None, more.split(","))]
         commands[_named(OURS, kind)] = ours + overrides
     for stored in options.stored:
-        name, _, path = stored.partition("=")
+        name, _, rest = stored.partition("=")
+        path, *overrides = rest.split(",")
         checkpoint = str(Path(path).resolve())
-        commands[_named(OURS, name)] = drive(sys.executable, "ostinato", checkpoint, *tail, *plain)
+        own = drive(sys.executable, "ostinato", checkpoint, *tail, *plain, *overrides)
+        commands[_named(OURS, name)] = own
     if options.vllm:
         commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
         if drafts:

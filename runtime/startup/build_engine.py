@@ -56,6 +56,7 @@ from ostinato.runtime.startup.plan.identity import block_identity, identifying_f
 from ostinato.runtime.startup.rank import build_rank
 from ostinato.runtime.startup.rank_group import agree, join, layout_of, peers_of
 from ostinato.runtime.startup.rank_parts import RankParts
+from ostinato.runtime.startup.served_model import describe_float_head
 from ostinato.runtime.tiers.tier_calls import num_buffers
 from ostinato.runtime.tiers.tier_opening import TierOpening
 from ostinato.runtime.tiers.weights_digest import FileState, states_of
@@ -278,6 +279,8 @@ def _lead(
             "the checkpoint's scales of keys and values are not used: cache.dtype=%s needs none",
             plan.config.cache.dtype,
         )
+    if text := describe_float_head(plan, rank.network):
+        _LOG.info("%s", text)
     cache, scheduler = _make_scheduler(plan, costs, executor, proposer)
     copies = None
     if cache.tiers is not None:

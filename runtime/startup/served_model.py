@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.conf.schema import LoadFormat, ModelSection, PoolingChoice
+from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import resolve_path
+from ostinato.models.decoder import Decoder
 from ostinato.models.gguf.gguf_paths import GGUF_ENDING, is_gguf_path
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.runtime.startup.isa_trial import describe_times
 from ostinato.runtime.startup.plan.engine_plan import EnginePlan
 from ostinato.runtime.startup.plan.identity import compute_identity, isa_of
@@ -19,12 +22,14 @@ from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind
 
 __all__ = (
+    "describe_float_head",
     "describe_kernels",
     "describe_model",
     "model_name",
     "tokenizer_and_ends",
 )
 
+_LARGE_HEAD = 0.25  # of the bytes of the weights that a decode step reads
 _END_BYTES = 4096  # the fingerprint covers this many bytes at the end of each weight file
 # Fields of generation_config.json that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -34,6 +39,36 @@ def describe_kernels(plan: EnginePlan) -> str:
     """The instruction set of the CPU kernels with its measured times; empty = none are used."""
     isa = isa_of(plan)
     return describe_times(isa, _isa_times(plan)) if isa else ""
+
+
+def describe_float_head(plan: EnginePlan, network: LanguageModel) -> str:
+    """The share of a head of floats in a quantised model's weights; empty if it is small.
+
+    Of experts, a decode step reads an unknown part, so models with experts have no such text.
+    """
+    source = plan.source
+    if (
+        not isinstance(network, Decoder)
+        or source.config.has_experts
+        or source.shard.stage.count > 1
+    ):
+        return ""
+    head = network.embed_tokens if network.lm_head is None else network.lm_head
+    if head is None or head.method.is_quantized or source.weights.quantization == "none":
+        return ""
+    read = (
+        module
+        for module in network.modules()
+        if isinstance(module, LinearBase) and (module is head or module is not network.embed_tokens)
+    )
+    num_bytes = sum(weight.nbytes for module in read for weight in module.weights.values())
+    share = sum(weight.nbytes for weight in head.weights.values()) / num_bytes
+    if share < _LARGE_HEAD:
+        return ""
+    return (
+        f"the output head has floats, {share:.0%} of the weights that a decode step reads: "
+        "model.quantization_head=int8 rounds it to 8 bits"
+    )
 
 
 def _isa_times(plan: EnginePlan) -> dict[str, dict[str, float]]:

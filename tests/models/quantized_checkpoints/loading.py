@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ostinato.conf.schema import ModelSection
+from ostinato.conf.schema import HeadQuantization, ModelSection
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
@@ -19,9 +19,13 @@ CPU = torch.device("cpu")
 
 
 def load(
-    directory: Path, *, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard: Shard = WHOLE,
+    quantization_head: HeadQuantization = HeadQuantization.auto,
 ) -> tuple[CausalLM, ModelConfig]:
-    section = ModelSection(path=str(directory))
+    section = ModelSection(path=str(directory), quantization_head=quantization_head)
     checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)
     model = build_model(

@@ -255,6 +255,10 @@ def test_what_the_configuration_asks_for() -> None:
     assert asked(
         quantization=int4, quantization_head=HeadQuantization.none, quantization_group_size=64
     ) == WeightsByRole(layers=Int4(64), router=Packed(), head=Packed(), embedding=Plain())
+    assert asked(quantization_head=HeadQuantization.int8) == WeightsByRole(
+        layers=Packed(), router=Packed(), head=Int8(), embedding=Int8()
+    )
+    assert asked(quantization_head=HeadQuantization.none) == unquantised
 
 
 @pytest.mark.parametrize("method", ["aqlm", "policy", "../../etc", "keys"])

@@ -25,6 +25,7 @@ REFERENCE = "attention runs on reference; set graphs.attention=cpu"
         (["model.dtype=bfloat16"], None),
         (["model.quantization=int4"], None),
         (["model.quantization=int8", "model.quantization_head=none"], None),
+        (["model.quantization_head=int4"], None),
         (
             ["model.dtype=float16"],
             "torch multiplies float16 weights; set model.dtype=bfloat16 or float32",

@@ -13,7 +13,7 @@ from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.plan.model_source import open_model
 from ostinato.runtime.startup.plan.planning import plan_engine
-from tests.runtime.tiny import VOCAB_SIZE, tiny_config
+from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -26,11 +26,19 @@ def make_prompts(count: int = 8) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batched_equals_alone(tmp_path: Path, kind: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        ("quantization=int8", "float32"),
+        ("quantization=int8", "bfloat16"),
+        ("quantization=int4", "float32"),
+        ("quantization=int4", "bfloat16"),
+        ("quantization_head=int8", "bfloat16"),
+    ],
+)
+def test_batched_equals_alone(tmp_path: Path, asked: str, dtype: str) -> None:
     config = tiny_config(
-        f"model.quantization={kind}",
+        f"model.{asked}",
         f"model.dtype={dtype}",
         "graphs.mode=captured",
         "graphs.bundle=true",
@@ -53,10 +61,12 @@ def test_batched_equals_alone(tmp_path: Path, kind: str, dtype: str) -> None:
     assert tokens_of(LLM(config=config), prompts) == alone
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_the_plan_knows_the_quantised_sizes(kind: str) -> None:
+@pytest.mark.parametrize(
+    "asked", ["quantization=int8", "quantization=int4", "quantization_head=int8"]
+)
+def test_the_plan_knows_the_quantised_sizes(asked: str) -> None:
     plain = tiny_config()
-    config = tiny_config(f"model.quantization={kind}", "model.quantization_group_size=32")
+    config = tiny_config(f"model.{asked}", "model.quantization_group_size=32")
     planned = plan_engine(config, open_model(config)).weights_bytes
     assert planned < plan_engine(plain, open_model(plain)).weights_bytes
     sizes: list[int] = []
@@ -79,15 +89,16 @@ def test_the_plan_knows_the_quantised_sizes(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (["model.dtype=float16"], "kernels take activations in float32 or bfloat16, not float16"),
-        (["graphs.pack_weights=false"], "graphs.pack_weights=false keeps weights as they are"),
+        ("model.dtype=float16", "kernels take activations in float32 or bfloat16, not float16"),
+        ("graphs.pack_weights=false", "graphs.pack_weights=false keeps weights as they are"),
     ],
 )
-def test_what_has_no_kernel_is_refused(overrides: list[str], message: str) -> None:
-    config = tiny_config("model.quantization=int8", *overrides)
-    with pytest.raises(StartupError, match=message):
+@pytest.mark.parametrize("asked", ["model.quantization=int8", "model.quantization_head=int8"])
+def test_what_has_no_kernel_is_refused(asked: str, override: str, message: str) -> None:
+    config = tiny_config(asked, override)
+    with pytest.raises(StartupError, match=f"{asked}, but .*{message}"):
         open_model(config)
 
 
@@ -96,6 +107,10 @@ def test_cuda_has_kernels_for_every_dtype(dtype: str) -> None:
     config = tiny_config("model.quantization=int4", f"model.dtype={dtype}")
     source = open_model(config, torch.device("cuda"))
     assert source.weights.quantization == "int4 in groups of 32; head int8 in groups of 128"
+    config = tiny_config("model.quantization_head=int8", f"model.dtype={dtype}")
+    source = open_model(config, torch.device("cuda"))
+    assert source.weights.quantization == "as loaded; head int8 in groups of 128"
+    assert source.weights.uses_cpu_kernels  # they pack the head
 
 
 def test_another_device_is_refused_by_name() -> None:
@@ -104,12 +119,33 @@ def test_another_device_is_refused_by_name() -> None:
         open_model(config, torch.device("mps"))
 
 
+def test_a_large_head_of_floats_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    quantised = {"model__config": {**MODEL, "quantization_config": stated}}
+    hints: list[list[str]] = []
+    for config in (
+        tiny_config(**quantised),
+        tiny_config("model.quantization_head=int8", **quantised),
+        tiny_config(),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="ostinato"):
+            build_engine(config)
+        hints.append([text for text in caplog.messages if "output head" in text])
+    # 2 layers of 12,288 + 3 x 6,144 weights with 4 bits and a bfloat16 scale for each group of 32,
+    # beside 300 x 64 floats of 4 bytes, padded to panels of 32 rows.
+    assert hints[0] == [
+        "the output head has floats, 70% of the weights that a decode step reads: "
+        "model.quantization_head=int8 rounds it to 8 bits"
+    ]
+    assert hints[1:] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("model.quantization_group_size=64", "model.quantization_group_size must be left out"),
         ("model.quantization_symmetric=false", "model.quantization_symmetric must be left out"),
-        ("model.quantization_head=int4", "model.quantization_head must be left out"),
     ],
 )
 def test_settings_of_quantisation_need_it(override: str, message: str) -> None:
