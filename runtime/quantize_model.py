@@ -109,8 +109,8 @@ def _load(source: ModelSource, section: QuantizeSection) -> CausalLM:
         raise StartupError("GGUF files are not quantised again; use the checkpoint in safetensors")
     if source.weights.quantization != "none":
         raise StartupError(
-            f"the weights are quantised already ({source.weights.quantization}); "
-            "quantise the checkpoint from which it was made"
+            f"the weights are quantised already ({source.weights.quantization}); use the float "
+            "checkpoint, without model.quantization and model.quantization_head"
         )
     config = source.config
     for inputs, tower in (("images", config.vision), ("audio", config.audio or config.sound)):
