@@ -23,7 +23,7 @@ inline void make_plan(const Problem& p, int threads, Plan& plan) {
   plan.tiles.clear();
   plan.members.clear();
   plan.items.clear();
-  const int heads = heads_of_few_rows(p, threads);
+  const int heads = most_heads(p, threads);
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     if (p.query_start_loc[seq + 1] > p.query_start_loc[seq]) add_tiles(p, seq, heads, plan);
   }

@@ -17,8 +17,10 @@ constexpr double kWorkerCost = 5e4;  // multiply-adds for which waking a thread 
 constexpr int kScaleBytes = 4;       // the scale of a token in a cache of 8 bits
 // Tiles are cut into items of at most 1 / kItemsPerWorker of a worker's part, but not below one partition.
 constexpr int kItemsPerWorker = 4;
-constexpr int kRowsOfFew = 16;  // rows of a kv head up to which reading its keys and values takes most of the time
-// Tiles of few rows have several kv heads, as long as there are this many tiles for each thread.
+// Tiles of few rows have several kv heads: with up to this many rows of a head, reading its keys and values takes most of the
+// time. All rows of a tile together stay in the second level cache. There are enough tiles for each thread.
+constexpr int kRowsOfFew = 16;
+constexpr int kRowsTogether = 64;
 constexpr int kTilesPerThread = 8;
 
 struct Cache {  // within a head's part of a block: groups, see tile.h
@@ -141,26 +143,31 @@ inline double cost_of(const Problem& p, const QueryTile& tile) {
   return tile.num_kv_heads * (tile.rows_of_head(p.group) + kTileCost) * (tile.last_key - first_key);
 }
 
-// How many kv heads the tiles of few rows have: the most that divide the model's and leave enough tiles for the threads.
-// In a block, the keys of all heads lie one after the other. So a tile of several heads reads long pieces of memory, which
-// the processor prefetches, and the places of its keys are computed once.
-inline int heads_of_few_rows(const Problem& p, int threads) {
+// The most kv heads of a tile that leave enough tiles for the threads. In a block, the keys of all heads lie one after the
+// other. So a tile of several heads reads long pieces of memory, and the places of its keys are computed once.
+inline int most_heads(const Problem& p, int threads) {
+  if (threads == 1) return p.num_kv_heads;
   int64_t partitions = 0;
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) partitions += (p.seq_lens[seq] + kPartition - 1) / kPartition;
-  const int64_t needed = threads == 1 ? 1 : threads * kTilesPerThread;
-  int heads = p.num_kv_heads;
-  while (heads > 1 && (p.num_kv_heads % heads != 0 || partitions * (p.num_kv_heads / heads) < needed)) --heads;
-  return heads;
+  return static_cast<int>(partitions * p.num_kv_heads / (threads * kTilesPerThread));
+}
+
+// How many kv heads the tiles of a sequence have, with `rows` rows each: a divisor of the model's, at most `most`.
+inline int heads_of_tile(const Problem& p, int rows, int most) {
+  if (rows > kRowsOfFew) return 1;
+  int heads = std::min({p.num_kv_heads, most, kRowsTogether / rows});
+  while (heads > 1 && p.num_kv_heads % heads != 0) --heads;
+  return std::max(heads, 1);
 }
 
 // KV heads are the outer loop, so that one head's keys and values stay in cache from tile to tile. The last tokens
 // come first, because they see the most keys and the shortest items should run last.
-inline void add_tiles(const Problem& p, int seq, int heads_of_few, Plan& plan) {
+inline void add_tiles(const Problem& p, int seq, int most, Plan& plan) {
   const int begin = p.query_start_loc[seq];
   const int num_queries = p.query_start_loc[seq + 1] - begin;
   const int length = p.seq_lens[seq];
   const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
-  const int heads = num_queries * p.group <= kRowsOfFew ? heads_of_few : 1;
+  const int heads = heads_of_tile(p, num_queries * p.group, most);
   for (int kv_head = 0; kv_head < p.num_kv_heads; kv_head += heads) {
     for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
       QueryTile tile{};
