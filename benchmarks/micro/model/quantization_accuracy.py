@@ -51,6 +51,7 @@ _BLOCK_SIZE = 16
 _KEY = "model.quantization"
 _FORMATS: dict[str, list[str]] = {
     "none": [],
+    "head int8, layers floats": [f"{_KEY}_head=int8"],
     "int8": [f"{_KEY}=int8"],
     "int8, groups of 32": [f"{_KEY}=int8", f"{_KEY}_group_size=32"],
     "int8, zero points": [f"{_KEY}=int8", f"{_KEY}_symmetric=false"],
