@@ -423,8 +423,9 @@ def model_skeleton(
     """The model of this rank on the meta device: it shows the sizes of weights and has no memory.
 
     Raises:
-        ValueError: the kernels for experts do not support the model's experts.
-        StartupError: a quantised matrix cannot be divided among this number of ranks.
+        ValueError: the kernels for experts that `experts` names do not support the model's experts.
+        StartupError: the settings do not fit a quantised matrix, or it cannot be divided among this
+            number of ranks.
     """
     try:
         return build_model(
@@ -441,6 +442,7 @@ def model_skeleton(
             cross=source.cross,
         )
     except ValueError as error:
-        if source.shard.size == 1 or experts is not ExpertKernels.auto:
+        if experts is not ExpertKernels.auto:
             raise
-        raise StartupError(f"parallel.tensor={source.shard.size}: {error}") from error
+        where = f"parallel.tensor={source.shard.size}: " if source.shard.size > 1 else ""
+        raise StartupError(f"{where}{error}") from error

@@ -119,6 +119,15 @@ def test_another_device_is_refused_by_name() -> None:
         open_model(config, torch.device("mps"))
 
 
+def test_a_quantised_head_is_refused_before_loading() -> None:
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 32, "lm_head": True}
+    config = tiny_config(
+        "model.quantization_head=int8", model__config={**MODEL, "quantization_config": stated}
+    )
+    with pytest.raises(StartupError, match=r"output head is quantised already .*leave model\."):
+        plan_engine(config, open_model(config))
+
+
 def test_a_large_head_of_floats_is_named(caplog: pytest.LogCaptureFixture) -> None:
     stated = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     quantised = {"model__config": {**MODEL, "quantization_config": stated}}
