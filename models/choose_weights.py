@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,62 +32,15 @@ from ostinato.models.quantized_checkpoints.rounded_inputs import RoundingPolicy
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec, WeightMethod
+from ostinato.models.weight_policy import PolicyOver, WeightPolicy
 
-__all__ = ("PLAIN", "WeightPolicy", "WeightsByRole", "choose_weights")
+__all__ = ("PLAIN", "WeightsByRole", "choose_weights")
 
 # Smaller tables, such as those of positions and segments, are not quantised, because that would
 # save almost nothing.
 _MIN_TABLE_ROWS = 4096
 # Endings of the names of quantised tensors. A checkpoint of one quantization has only one of them.
 _MARKERS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", "_blocks")
-
-
-class WeightPolicy(Protocol):
-    """Chooses the weight method of each matrix. Its `repr` is in the key of compiled programs."""
-
-    @property
-    def uses_cpu_kernels(self) -> bool:
-        """Whether this project's CPU kernels multiply the layers' matrices.
-
-        Quantised matrices for CUDA count too, because CPU kernels pack them.
-        """
-        ...
-
-    @property
-    def is_batch_invariant(self) -> bool:
-        """Whether the bits of a token's products do not depend on the other tokens of the step."""
-        ...
-
-    @property
-    def quantization(self) -> str:
-        """How weights are quantised, as text for users; `none` if they are not."""
-        ...
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Regular expressions for the names of stored tensors that are not needed."""
-        ...
-
-    @property
-    def has_cache_scales(self) -> bool:
-        """Whether the checkpoint has scales for a KV cache of 8 bits."""
-        ...
-
-    def method_for(
-        self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
-    ) -> WeightMethod:
-        """The method of one matrix.
-
-        Args:
-            names: the names of its modules in a checkpoint, such as `model.layers.0.mlp.down_proj`;
-                several if the matrix stacks several modules.
-            role: what the matrix does.
-            spec: its size on this rank.
-
-        Raises:
-            ValueError: the checkpoint's settings do not fit the matrix.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +90,10 @@ class WeightsByRole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadOnLoad:
+class HeadOnLoad(PolicyOver):
     """The methods of a quantised checkpoint, whose embeddings and head are quantised on load."""
 
-    as_stored: WeightPolicy
     head: WeightMethod
-
-    @property
-    def uses_cpu_kernels(self) -> bool:
-        return self.as_stored.uses_cpu_kernels
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -154,14 +102,6 @@ class HeadOnLoad:
     @property
     def quantization(self) -> str:
         return f"{self.as_stored.quantization}; head {self.head.name}"
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        return self.as_stored.ignored
-
-    @property
-    def has_cache_scales(self) -> bool:
-        return self.as_stored.has_cache_scales
 
     def method_for(
         self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec

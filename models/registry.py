@@ -13,7 +13,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.slots import bare_name, stored_modules
-from ostinato.models.choose_weights import PLAIN, WeightPolicy
+from ostinato.models.choose_weights import PLAIN
 from ostinato.models.config.head_spec import HeadSpec
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.hf_fields import architecture_of
@@ -25,6 +25,7 @@ from ostinato.models.quantized_checkpoints.gguf import GGUFPolicy
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy
 from ostinato.models.quantized_checkpoints.rounded_inputs import RoundingPolicy
 from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.ops.parallel.exchange import Exchange
 
 __all__ = ("ARCHITECTURES", "build_model", "class_of", "model_class", "read_model_config")

@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy
 from ostinato.models.quantized_checkpoints.stored_groups import (
     InputsStated,
     StoredGroups,
@@ -37,6 +36,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.models.weight_policy import PolicyOver
 from ostinato.ops.rounded.round_rows import InputScales
 from ostinato.ops.rounded.rounded_linear import rounded_linear, rounded_moe_linear
 
@@ -195,31 +195,14 @@ class RoundedInputs(WeightMethod):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingPolicy:
+class RoundingPolicy(PolicyOver):
     """The methods of a checkpoint, with 8-bit activations where it states them."""
 
-    as_stored: CheckpointPolicy
     capability: tuple[int, int]  # the GPU's compute capability
 
     @property
     def is_batch_invariant(self) -> bool:
         return False
-
-    @property
-    def uses_cpu_kernels(self) -> bool:
-        return self.as_stored.uses_cpu_kernels
-
-    @property
-    def quantization(self) -> str:
-        return self.as_stored.quantization
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        return self.as_stored.ignored
-
-    @property
-    def has_cache_scales(self) -> bool:
-        return self.as_stored.has_cache_scales
 
     def method_for(
         self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec

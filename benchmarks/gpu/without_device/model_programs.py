@@ -21,13 +21,14 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.functions import ProgramStore
 from ostinato.models.base import CausalLM, DecoderLayer, FewRows
-from ostinato.models.choose_weights import PLAIN, WeightPolicy
+from ostinato.models.choose_weights import PLAIN
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache, KVCacheSpec
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch, Size, StepSizes, tensor_specs
 from ostinato.models.weight_methods.int4 import Int4
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.ops.backends.triton_tiles import ceil_div
 from ostinato.ops.fused import triton_fused_linear
 from ostinato.ops.fused.triton_fused_experts import launch_experts

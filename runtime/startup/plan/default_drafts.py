@@ -8,8 +8,8 @@ import logging
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import AttentionBackendName
 from ostinato.conf.sections.speculation_schema import SpeculationMethod
-from ostinato.models.choose_weights import WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.runtime.costs.step_limits import upper_limits
 
 __all__ = ("with_default_drafts",)

@@ -28,7 +28,7 @@ from ostinato.models.checkpoints.checkpoint import (
     resolve_path,
 )
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
-from ostinato.models.choose_weights import WeightPolicy, choose_weights
+from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.head_spec import NO_INPUTS, HeadInputs, HeadSpec, NextTokenSpec
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.decoder import Decoder
@@ -42,6 +42,7 @@ from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.stage_layers import with_layers
 from ostinato.models.vision.image_spec import ImageSpec
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.parallel.exchange import Exchange
 from ostinato.ops.parallel.handoff import HiddenShape

@@ -8,11 +8,11 @@ from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphForm, GraphMode
 from ostinato.conf.sections.server_schema import ExchangeName
 from ostinato.conf.sections.speculation_schema import SpeculationMethod
-from ostinato.models.choose_weights import WeightPolicy
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.registry import class_of
 from ostinato.models.sharding import Shard
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.host_resources import free_host_memory

@@ -19,11 +19,12 @@ from ostinato.graphs.compiler.fx_program import FxFunction
 from ostinato.graphs.compiler.programs import FewRowsCall, LayeredProgram
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.choose_weights import PLAIN, WeightPolicy
+from ostinato.models.choose_weights import PLAIN
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.layers.few_rows import MOST_EXPERT_ROWS, MOST_QUANTIZED_ROWS
 from ostinato.models.registry import build_model, model_class
 from ostinato.models.weight_methods.int4 import Int4
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.ops.fused.fused_linear import most_rows
 from tests.graphs.compiler.test_fx_program import Store
 from tests.graphs.toy import fill

@@ -12,10 +12,15 @@ from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 
 CPU = torch.device("cpu")
+
+
+def matrices(model: CausalLM) -> dict[str, LinearBase]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, LinearBase)}
 
 
 def load(

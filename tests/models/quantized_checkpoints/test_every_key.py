@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ostinato.conf.schema import ModelSection
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
-from ostinato.models.choose_weights import WeightPolicy, choose_weights
+from ostinato.models.choose_weights import choose_weights
+from ostinato.models.weight_policy import WeightPolicy
 from tests.models.quantized_checkpoints.loading import load
 from tests.models.quantized_checkpoints.writers import WRITERS, Form, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save

@@ -23,7 +23,6 @@ from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.quantized_checkpoints.stored_groups import StoredGroups
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
@@ -31,7 +30,7 @@ from ostinato.models.weight_methods.weight_method import MatrixSpec
 from ostinato.ops.quantized import pack_quantized_weight
 from tests.models.driver import Driver, Sequence
 from tests.models.quantized_checkpoints.format_table import PAGE, row_of, rows_in
-from tests.models.quantized_checkpoints.loading import load
+from tests.models.quantized_checkpoints.loading import load, matrices
 from tests.models.quantized_checkpoints.writers import Form, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
@@ -113,10 +112,6 @@ def slow_twin(
 
 def logits_of(model: CausalLM, config: ModelConfig) -> Tensor:
     return Driver(model, config, dtype=torch.float32).prefill(Sequence(PROMPT), [16, 20, 7])
-
-
-def matrices(model: CausalLM) -> dict[str, LinearBase]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, LinearBase)}
 
 
 def expected_logits(source: Path, restored: dict[str, Tensor], scratch: Path) -> Tensor:

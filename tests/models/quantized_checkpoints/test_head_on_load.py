@@ -11,15 +11,15 @@ from torch import Tensor
 from ostinato.conf.schema import HeadQuantization, ModelSection
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import Checkpoint
-from ostinato.models.choose_weights import WeightPolicy, choose_weights
+from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.int8 import Int8
 from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.ops.quantized import quantize_linear_weight
 from tests.models.driver import Driver, Sequence
-from tests.models.quantized_checkpoints.loading import load
+from tests.models.quantized_checkpoints.loading import load, matrices
 from tests.models.quantized_checkpoints.writers import Form, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
@@ -31,10 +31,6 @@ SMALL = LARGE._replace(out_features=512)
 
 def logits_of(model: CausalLM, config: ModelConfig) -> Tensor:
     return Driver(model, config, dtype=torch.float32).prefill(Sequence(PROMPT), [len(PROMPT)])
-
-
-def matrices(model: CausalLM) -> dict[str, LinearBase]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, LinearBase)}
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
@@ -55,9 +51,9 @@ def test_only_the_head_changes(tmp_path: Path, name: str, form: Form | None) -> 
     for each in own.keys() - changed:
         for key, weight in own[each].weights.items():
             assert torch.equal(weight, others[each].weights[key]), each
-    head, plain = (each[changed.copy().pop()] for each in (own, others))
+    head, plain = (each[next(iter(changed))] for each in (own, others))
     assert head.method == Int8()
-    expected = quantize_linear_weight(plain.dense(), head.method.form(head.spec))
+    expected = quantize_linear_weight(plain.dense(), Int8().form(head.spec))
     assert torch.equal(head.weights["weight"], expected)
     rounded, exact = logits_of(model, config), logits_of(stored, config)
     assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.1

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.choose_weights import PLAIN, WeightPolicy
+from ostinato.models.choose_weights import PLAIN
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers.few_rows import MOST_QUANTIZED_ROWS
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.registry import build_model, model_class
 from ostinato.models.weight_methods.int4 import Int4
+from ostinato.models.weight_policy import WeightPolicy
 from ostinato.ops.fused import triton_fused_quantized
 from ostinato.ops.fused.fused_quantized import COUNTERS_OF_PRODUCT, _plain
 from ostinato.ops.fused.triton_fused_linear import launch_scale_rows
