@@ -26,7 +26,6 @@ namespace ostinato::attention {
 
 constexpr float kMaxWhole = 32639.0f;           // 256 * 127 + 127
 constexpr float kSmallestLargest = 0x1p-110f;   // if the largest magnitude is smaller, all numbers count as zeros
-constexpr int kTilesOfPartition = kPartition / kTile;
 constexpr bool kHasByteVectors = OSTINATO_ISA >= 3;  // products of bytes in vectors
 constexpr int kMaxVectorRows = 4;  // values times weights of so few rows are faster by vectors than by tiles
 
@@ -119,25 +118,6 @@ struct ByteTileLayout {
   }
 };
 
-// The groups of the keys and values of a partition that some row sees.
-struct PartitionGroups {
-  TileGroups<int8_t> tiles[kTilesOfPartition];
-  int count = 0;
-};
-
-// Rows of a block, as ByteTiles::run takes them.
-struct ByteRows {
-  int count;                   // at most ByteTileLayout::kRows
-  const int8_t* queries;       // [count][2][head_dim]
-  const float* query_scales;   // [count]
-  const Visible* visible;      // [count], relative to the partition's first tile
-  const Alibi* alibi;          // [count] or null
-  int last_seen;               // one past the last key that a row sees
-  float* maximum;              // [count] out
-  float* total;                // [count] out
-  float* accumulator;          // [count][padded_dim] out
-};
-
 // The matrix tiles of one worker.
 class ByteTiles {
  public:
@@ -155,7 +135,7 @@ class ByteTiles {
   }
 
   // Reads what all rows need of a partition.
-  void begin(const PartitionGroups& groups) {
+  void begin(const PartitionGroups<int8_t>& groups) {
     groups_ = &groups;
     const int64_t key_size = static_cast<int64_t>(tokens_) * p_.head_dim;
     const int64_t value_size = static_cast<int64_t>(tokens_) * p_.value_dim;
@@ -179,10 +159,10 @@ class ByteTiles {
     has_values_ = false;
   }
 
-  // Computes a block of rows against the partition. `is_only` says that no other block follows.
-  void run(const ByteRows& rows, bool is_only, GroupPrefetch& prefetch) {
-    const int num_tiles = (rows.last_seen + kTile - 1) / kTile;
-    const bool has_few_rows = kHasByteVectors && is_only && rows.count <= kMaxVectorRows;
+  // Computes a block of rows against the partition.
+  void run(const RowBlock<int8_t>& rows, GroupPrefetch& prefetch) {
+    const int num_tiles = (rows.seen.last + kTile - 1) / kTile;
+    const bool has_few_rows = kHasByteVectors && rows.is_only && rows.count <= kMaxVectorRows;
     registers_.shape(2 * rows.count, key_units_);
     for (int t = 0; t < num_tiles; ++t) score(rows, t, prefetch);
     float scales[ByteTileLayout::kRows];
@@ -214,7 +194,7 @@ class ByteTiles {
   static constexpr int kLinesPerByteProduct = 3;  // lines of four groups that are prefetched
 
   // products_ [2 * rows][kPartition] = digits of queries times the 64 keys of a tile.
-  void score(const ByteRows& rows, int t, GroupPrefetch& prefetch) {
+  void score(const RowBlock<int8_t>& rows, int t, GroupPrefetch& prefetch) {
     const uint32_t* keys[kKeyVectors];
     for (int v = 0; v < kKeyVectors; ++v) {
       const uint32_t* joined = keys_ + (static_cast<size_t>(t) * kTile + v * amx::kTileColumns) * key_units_;
@@ -243,7 +223,7 @@ class ByteTiles {
   }
 
   // Turns the products of a row with the first `num_keys` keys into the digits of its weights. Returns their scale.
-  float weigh(const ByteRows& rows, int r, int num_keys, bool has_signed_digits, GroupPrefetch& prefetch) {
+  float weigh(const RowBlock<int8_t>& rows, int r, int num_keys, bool has_signed_digits, GroupPrefetch& prefetch) {
     alignas(64) float row[kPartition];
     const int32_t* products = products_ + 2 * r * kPartition;
     const F32 factor = broadcast(rows.query_scales[r] * p_.scaling.factor);
@@ -316,7 +296,7 @@ class ByteTiles {
 
 #if OSTINATO_ISA >= 3
   // Outputs of a few rows, without a copy of the values. Low digits are from 0 to 255.
-  void add_values_by_vectors(const ByteRows& rows, int num_tiles, const float* scales, GroupPrefetch& prefetch) {
+  void add_values_by_vectors(const RowBlock<int8_t>& rows, int num_tiles, const float* scales, GroupPrefetch& prefetch) {
     for (int column = 0; column < padded_dim_;) {
       const int vectors = (padded_dim_ - column) / kWidth;
       const auto add = [&]<int kRows, int kVectors>() {
@@ -372,7 +352,7 @@ class ByteTiles {
   const int tokens_;     // tokens of a group
   const int key_units_;  // units of four bytes in a key
   const int padded_dim_;
-  const PartitionGroups* groups_ = nullptr;
+  const PartitionGroups<int8_t>* groups_ = nullptr;
   bool has_values_ = false;  // whether all values of the partition are in values_
   TileRegisters registers_;
   int32_t* products_ = nullptr;  // [digit rows][kPartition], later [digit rows][kSumStride]

@@ -76,7 +76,7 @@ inline void attend_in(DType dtype, const Problem& p) {
 #endif
 #if OSTINATO_HAS(OSTINATO_BFLOAT16)
 #if OSTINATO_AMX
-  using Pairs = TileLayout;
+  using Pairs = PairTileLayout;
 #elif OSTINATO_ISA >= 3
   using Pairs = PairLayout;
 #else

@@ -95,6 +95,17 @@ struct Plan {
   int num_workers = 1;
 };
 
+// The groups of the next kv head.
+template <class Unit>
+TileGroups<Unit> next_head(const Problem& p, TileGroups<Unit> groups, int tokens) {
+  for (int i = 0; i < kTile / tokens; ++i) {
+    if (groups.keys[i] == reinterpret_cast<const Unit*>(kZeroGroup)) continue;
+    groups.keys[i] += p.k_cache.head_stride / static_cast<int64_t>(sizeof(Unit));
+    groups.values[i] += p.v_cache.head_stride / static_cast<int64_t>(sizeof(Unit));
+  }
+  return groups;
+}
+
 // The first key that the row at `position` sees.
 inline int first_seen_from(const Problem& p, int position) {
   if (p.window < 0) return position - position % -p.window;
@@ -117,24 +128,28 @@ inline Place place_of(const Problem& p, const QueryTile& tile, int t) {
 
 // For `count` rows of the kv head `kv_head` of a tile, from its row `row` on: the keys that each row sees among the
 // `num_keys` keys from `first_key` on, and its ALiBi if the model has ALiBi. `places` has the place of each token of the
-// tile. Returns one past the last key that a row sees, or 0 if no row sees a key.
-inline int look(const Problem& p, int kv_head, const Place* places, int first_key, int num_keys, int row, int count,
-                Visible* visible, Alibi* alibi) {
-  int last_seen = 0;
-  int first_seen = num_keys;
+// tile. Returns the keys from the first to the last one that a row sees, with an end of 0 if no row sees a key.
+inline Visible look(const Problem& p, int kv_head, const Place* places, int first_key, int num_keys, int row, int count,
+                    Visible* visible, Alibi* alibi) {
+  Visible seen{num_keys, 0};
+  int token = row / p.group, head = row % p.group;
   for (int r = 0; r < count; ++r) {
-    const auto [position, end] = places[(row + r) / p.group];
+    const auto [position, end] = places[token];
     const int last = end - first_key;
     const int first = first_seen_from(p, position) - first_key;
     visible[r] = {first > 0 ? first : 0, last < num_keys ? last : num_keys};
     if (p.alibi_slopes != nullptr) {
-      const int head = kv_head * p.group + (row + r) % p.group;
-      alibi[r] = {p.alibi_slopes[head] * kLog2E, static_cast<float>(first_key - position)};
+      alibi[r] = {p.alibi_slopes[kv_head * p.group + head] * kLog2E, static_cast<float>(first_key - position)};
     }
-    last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
-    first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
+    seen.first = visible[r].first < seen.first ? visible[r].first : seen.first;
+    seen.last = visible[r].last > seen.last ? visible[r].last : seen.last;
+    if (++head == p.group) {
+      head = 0;
+      ++token;
+    }
   }
-  return first_seen >= num_keys ? 0 : last_seen;
+  if (seen.first >= num_keys) seen.last = 0;
+  return seen;
 }
 
 // The cost of the partitions that the tile's own items compute.

@@ -12,6 +12,7 @@
 
 #if OSTINATO_AMX
 #include "attention/amx_bytes.h"
+#include "attention/amx_pairs.h"
 #endif
 
 #include <type_traits>
@@ -27,6 +28,10 @@ class Worker {
   using Unit = typename Layout::Unit;
   static constexpr bool kHasScales = std::is_same_v<Unit, int8_t>;
   static constexpr bool kHasByteTiles = kHasScales && Layout::kHasMatrixTiles;
+  static constexpr int kTokensAhead = kHasByteTiles ? 1 : 8;  // whose queries are prefetched
+#if OSTINATO_AMX
+  using Tiles = std::conditional_t<kHasScales, ByteTiles, PairTiles>;
+#endif
 
  public:
   Worker(const Problem& problem, const Plan& plan, Scratch& scratch, int max_rows)
@@ -39,7 +44,7 @@ class Worker {
     scratch.lay_out([&] {
       queries_ = scratch.take<Factor>(static_cast<size_t>(max_rows) * num_factors_);
       places_ = scratch.take<Place>(max_rows);
-      if (!kHasByteTiles) {
+      if (!Layout::kHasMatrixTiles) {
         scores_ = scratch.take<float>(Layout::kRows * kTile);
         weights_ = scratch.take<Factor>(Layout::kRows * kTile);
         totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
@@ -51,13 +56,8 @@ class Worker {
         values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.value_dim);
       }
 #if OSTINATO_AMX
-      if constexpr (kHasByteTiles) {
-        query_scales_ = scratch.take<float>(max_rows);
-        bytes_.lay_out(scratch);
-      } else if (Layout::kHasMatrixTiles) {
-        if (tokens_ == kMinGroup) joined_keys_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) * num_steps_);
-        joined_values_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) / 2 * padded_dim_);
-      }
+      if constexpr (kHasByteTiles) query_scales_ = scratch.take<float>(max_rows);
+      if constexpr (Layout::kHasMatrixTiles) tiles_.lay_out(scratch);
 #endif
     });
   }
@@ -143,9 +143,11 @@ class Worker {
         const int64_t head = static_cast<int64_t>(kv_head) * p_.group + g;
         const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
         const T* row = reinterpret_cast<const T*>(p_.q.data) + offset;
-        if constexpr (kHasByteTiles) {
+        if constexpr (Layout::kHasMatrixTiles) {
           // Rows of one head are too far apart for the hardware to prefetch them.
-          for (int d = 0; d < p_.head_dim; d += 32) __builtin_prefetch(row + p_.q.token_stride + d);
+          for (int d = 0; d < p_.head_dim; d += 32) __builtin_prefetch(row + kTokensAhead * p_.q.token_stride + d);
+        }
+        if constexpr (kHasByteTiles) {
           query_scales_[(out - queries_) / num_factors_] = Layout::queries(row, p_.head_dim, out);
         } else {
           Layout::queries(row, p_.head_dim, out);
@@ -184,16 +186,6 @@ class Worker {
     return reinterpret_cast<const Unit*>(cache.data + block * cache.block_stride + head * cache.head_stride + offset);
   }
 
-  // The same groups of the next kv head.
-  TileGroups<Unit> of_next_head(TileGroups<Unit> groups) const {
-    for (int i = 0; i < kTile / tokens_; ++i) {
-      if (groups.keys[i] == reinterpret_cast<const Unit*>(kZeroGroup)) continue;
-      groups.keys[i] += p_.k_cache.head_stride / static_cast<int64_t>(sizeof(Unit));
-      groups.values[i] += p_.v_cache.head_stride / static_cast<int64_t>(sizeof(Unit));
-    }
-    return groups;
-  }
-
   // The rows of one kv head of a tile.
   struct HeadRows {
     int kv_head;
@@ -212,10 +204,12 @@ class Worker {
     const int begin = partition * kPartition;
     const int end = begin + kPartition < tile.last_key ? begin + kPartition : tile.last_key;
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
-    if constexpr (kHasByteTiles) {
-      for (int i = 0; i < tile.num_kv_heads; ++i) this->run_byte_tiles(tile, i, from, end, state);
-    } else {
+    if constexpr (!Layout::kHasMatrixTiles) {
       run_tiles(tile, from, end, state);
+    } else if (!kHasByteTiles && tile.rows_of_head(p_.group) <= kRowsOfFew) {
+      if constexpr (!kHasByteTiles) this->run_few_rows(tile, from, end, state);
+    } else {
+      for (int i = 0; i < tile.num_kv_heads; ++i) this->run_matrix_tiles(tile, i, from, end, state);
     }
   }
 
@@ -226,7 +220,7 @@ class Worker {
     for (int first_key = from; first_key < end; first_key += kTile) {
       TileGroups<Unit> groups = locate(tile, first_key);
       for (int i = 0; i < last_head; ++i) {
-        const TileGroups<Unit> next = of_next_head(groups);
+        const TileGroups<Unit> next = next_head(p_, groups, tokens_);
         run_tile(tile, i, first_key, groups, &next, state);
         groups = next;
       }
@@ -249,9 +243,7 @@ class Worker {
                 const TileGroups<Unit>* next, State state) {
     const HeadRows rows = rows_of_head(tile, index, state);
     const int num_keys = count_keys(tile, first_key);
-    if constexpr (Layout::kHasMatrixTiles) {
-      this->run_matrix_blocks(rows, first_key, num_keys, groups, next);
-    } else if constexpr (Layout::kWidens) {
+    if constexpr (Layout::kWidens) {
       TileGroups<float> widened;
       Layout::widen_tile(groups, next, tokens_, num_keys, p_.head_dim, p_.value_dim, keys_, values_, widened);
       run_blocks(rows, first_key, widened, nullptr);
@@ -286,52 +278,11 @@ class Worker {
   }
 
 #if OSTINATO_AMX
-  // Does what run_blocks does, by matrix tiles.
-  void run_matrix_blocks(const HeadRows& rows, int first_key, int num_keys, const TileGroups<Unit>& groups,
-                         const TileGroups<Unit>* next) {
-    GroupPrefetch prefetch(kTile / tokens_);
-    if (next != nullptr) {  // values are copied before keys are multiplied
-      prefetch.add(next->values, static_cast<int64_t>(tokens_) * p_.value_bytes);
-      prefetch.add(next->keys, static_cast<int64_t>(tokens_) * p_.key_bytes);
-    }
-    const uint32_t* keys[kKeyVectors];
-    if (tokens_ == kMinGroup) {
-      for (int v = 0; v < kKeyVectors; ++v) keys[v] = joined_keys_ + v * num_steps_ * amx::kTileColumns;
-      join_keys(groups, num_steps_, joined_keys_);
-    } else {
-      std::copy(groups.keys, groups.keys + kKeyVectors, keys);
-    }
-    copy_values(groups, tokens_, num_keys, p_.value_dim, padded_dim_, joined_values_);
-    for (int row = 0; row < rows.count; row += Layout::kRows) {
-      const int count = std::min(Layout::kRows, rows.count - row);
-      Visible visible[Layout::kRows];
-      Alibi alibi[Layout::kRows];
-      const int last_seen = look(p_, rows.kv_head, places_, first_key, kTile, row, count, visible, alibi);
-      if (last_seen <= 0) continue;
-      registers_.shape(count, num_steps_);
-      const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
-      with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-        score_tiles<kVectors>(queries_ + static_cast<size_t>(rows.first + row) * num_factors_, num_steps_, keys, scores_,
-                              prefetch);
-      });
-      alignas(64) float rescale[Layout::kRows];
-      softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, nullptr, scores_,
-                            weights_, rows.state.maximum + row, totals_ + (rows.first + row) * kWidth, rescale);
-      float* out = rows.state.accumulator + static_cast<size_t>(row) * padded_dim_;
-      rescale_rows(count, rescale, padded_dim_, out);
-      for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
-        with_tiles(std::min(4, (padded_dim_ - column) / amx::kTileColumns),
-                   [&]<int kColumns>(std::integral_constant<int, kColumns>) {
-                     add_value_tiles<kColumns>(weights_, joined_values_ + column, padded_dim_, out + column, prefetch);
-                   });
-      }
-    }
-  }
-
-  // The same by matrix tiles of bytes, for all keys of a partition. Meanwhile the next partition is prefetched.
-  void run_byte_tiles(const QueryTile& tile, int index, int from, int end, State state) {
+  // Computes the rows of a tile's kv head `index` against the keys [from, end) of a partition, by matrix tiles. Meanwhile
+  // the next partition is prefetched.
+  void run_matrix_tiles(const QueryTile& tile, int index, int from, int end, State state) {
     const HeadRows rows = rows_of_head(tile, index, state);
-    PartitionGroups groups, next;
+    PartitionGroups<Unit> groups, next;
     locate_all(tile, index, from, end, groups);
     if (index + 1 < tile.num_kv_heads) {
       locate_all(tile, index + 1, from, end, next);
@@ -346,38 +297,63 @@ class Worker {
     for (int t = 0; t < next.count; ++t) {
       prefetch.add(next.tiles[t].values, static_cast<int64_t>(tokens_) * p_.value_bytes);
     }
-    bytes_.begin(groups);
+    tiles_.begin(groups);
     for (int row = 0; row < rows.count; row += Layout::kRows) {
       const int count = std::min(Layout::kRows, rows.count - row);
       Visible visible[Layout::kRows];
       Alibi alibi[Layout::kRows];
-      const int last_seen = look(p_, rows.kv_head, places_, from, end - from, row, count, visible, alibi);
-      if (last_seen <= 0) continue;
-      const ByteRows block{count,
-                           queries_ + static_cast<size_t>(rows.first + row) * num_factors_,
-                           query_scales_ + rows.first + row,
-                           visible,
-                           p_.alibi_slopes == nullptr ? nullptr : alibi,
-                           last_seen,
-                           rows.state.maximum + row,
-                           rows.state.total + row,
-                           rows.state.accumulator + static_cast<size_t>(row) * padded_dim_};
-      bytes_.run(block, rows.count <= Layout::kRows, prefetch);
+      RowBlock<Factor> block = block_of(rows, row, count, visible, alibi);
+      block.seen = look(p_, rows.kv_head, places_, from, end - from, row, count, visible, alibi);
+      if (block.seen.last > 0) tiles_.run(block, prefetch);
     }
+  }
+
+  // The same for all kv heads of a tile of few rows.
+  void run_few_rows(const QueryTile& tile, int from, int end, State state) {
+    PartitionGroups<Unit> groups;
+    locate_all(tile, 0, from, end, groups);
+    RowBlock<Factor> blocks[kRowsTogether];
+    Visible visible[kRowsTogether];
+    Alibi alibi[kRowsTogether];
+    for (int i = 0; i < tile.num_kv_heads; ++i) {
+      const HeadRows rows = rows_of_head(tile, i, state);
+      Visible* own = visible + rows.first;
+      blocks[i] = block_of(rows, 0, rows.count, own, alibi + rows.first);
+      blocks[i].first = rows.first;
+      blocks[i].seen = look(p_, rows.kv_head, places_, from, end - from, 0, rows.count, own, alibi + rows.first);
+      if (blocks[i].seen.last <= 0) return;
+    }
+    TileGroups<Unit> following;
+    const bool is_last = end == tile.last_key;
+    if (!is_last) following = locate(tile, end);
+    if (is_last && upcoming_ != nullptr) following = locate(*upcoming_, upcoming_->first_key / kTile * kTile);
+    tiles_.run_heads(groups, blocks, tile.num_kv_heads, is_last && upcoming_ == nullptr ? nullptr : &following);
+  }
+
+  // The rows [row, row + count) of a head, without the keys that they see.
+  RowBlock<Factor> block_of(const HeadRows& rows, int row, int count, const Visible* visible, const Alibi* alibi) const {
+    return {0,
+            count,
+            rows.count <= Layout::kRows,
+            queries_ + static_cast<size_t>(rows.first + row) * num_factors_,
+            query_scales_ == nullptr ? nullptr : query_scales_ + rows.first + row,
+            visible,
+            p_.alibi_slopes == nullptr ? nullptr : alibi,
+            {},
+            rows.state.maximum + row,
+            rows.state.total + row,
+            rows.state.accumulator + static_cast<size_t>(row) * padded_dim_};
   }
 
   // The groups of the tiles of keys in [from, end), of the kv head `index` of the tile.
-  void locate_all(const QueryTile& tile, int index, int from, int end, PartitionGroups& groups) const {
+  void locate_all(const QueryTile& tile, int index, int from, int end, PartitionGroups<Unit>& groups) const {
+    groups.num_keys = end - from;
     for (int key = from; key < end; key += kTile) {
       TileGroups<Unit> found = locate(tile, key);
-      for (int i = 0; i < index; ++i) found = of_next_head(found);
+      for (int i = 0; i < index; ++i) found = next_head(p_, found, tokens_);
       groups.tiles[groups.count++] = found;
     }
   }
-
-  TileRegisters registers_;
-  uint32_t* joined_keys_ = nullptr;    // [kKeyVectors][num_steps][16], if groups have 8 tokens
-  uint32_t* joined_values_ = nullptr;  // [kTile / 2][padded_dim]
 #endif
 
   // Computes a block of rows against the tile that starts at first_key. Vectors of scores past the last key that a row
@@ -386,7 +362,7 @@ class Worker {
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
     Alibi alibi[kRowBlock];
-    const int last_seen = look(p_, rows.kv_head, places_, first_key, kTile, row, count, visible, alibi);
+    const int last_seen = look(p_, rows.kv_head, places_, first_key, kTile, row, count, visible, alibi).last;
     if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
@@ -432,7 +408,7 @@ class Worker {
   Factor* queries_;          // [rows][num_factors]
   Place* places_;            // of the query tokens
   float* query_scales_ = nullptr;  // [rows], if queries are digits
-  float* scores_ = nullptr;    // [kRows][kTile]; the three arrays are for tiles of other numbers than bytes
+  float* scores_ = nullptr;    // [kRows][kTile]; the three arrays are for kernels without matrix tiles
   Factor* weights_ = nullptr;  // [kRows][num_factors(kTile)]
   float* totals_ = nullptr;    // [rows][kWidth]
   float* local_;             // State
@@ -442,7 +418,7 @@ class Worker {
   TileScales scales_;        // scales of the present tile, if the cache has scales
   const QueryTile* upcoming_ = nullptr;
 #if OSTINATO_AMX
-  ByteTiles bytes_{p_, padded_dim_};
+  Tiles tiles_{p_, padded_dim_};
 #endif
 };
 
