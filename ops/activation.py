@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ostinato.ops.register import by_device, register_op
 
-__all__ = ("ACTIVATIONS", "CLAMPED_GATE", "activate", "sigmoid_gate")
+__all__ = ("ACTIVATIONS", "CLAMPED_GATE", "activate", "plain_activation", "sigmoid_gate")
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -60,7 +60,8 @@ def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
     return _activation(x, (ACTIVATIONS | _GATED)[name], gated)
 
 
-def _plain_activation(x: Tensor, kind: str, gated: bool) -> Tensor:
+def plain_activation(x: Tensor, kind: str, gated: bool) -> Tensor:
+    """`activate` in plain torch. `kind` is a value of `ACTIVATIONS`."""
     if not gated:
         return _PLAIN[kind](x)
     gate, up = x.chunk(2, dim=-1)
@@ -77,9 +78,9 @@ def _activation_fake(x: Tensor, kind: str, gated: bool) -> Tensor:
 
 _activation = by_device(
     register_op(
-        "activation", {"CompositeExplicitAutograd": _plain_activation}, fake=_activation_fake
+        "activation", {"CompositeExplicitAutograd": plain_activation}, fake=_activation_fake
     ),
-    _plain_activation,
+    plain_activation,
 )
 
 

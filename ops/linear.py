@@ -1,5 +1,7 @@
 """Linear layers over packed weights: `ostinato::pack_linear`, `packed_linear`, `packed_rows`.
 
+`packed_gated_linear` is the first half of a gated MLP: a linear layer with its activation.
+
 Reading the weights takes most of a decode step. So they are laid out once, at load time, in the
 order in which the kernel reads them. The packed tensor replaces the original. It is contiguous,
 [ceil(N / 32), ceil(K / e), 32, e], with e = 2 for bfloat16 and 1 for float32. Entry [p, s, r] has
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear as dense_linear
 from torch.nn.functional import pad
 
+from ostinato.ops.activation import ACTIVATIONS, plain_activation
 from ostinato.ops.native.library import load_core
 from ostinato.ops.register import register_op
 
@@ -28,6 +31,7 @@ __all__ = (
     "empty_packed",
     "pack_linear_rows",
     "pack_linear_weight",
+    "packed_gated_linear",
     "packed_linear",
     "packed_linear_reference",
     "packed_rows",
@@ -143,6 +147,27 @@ def packed_linear(
     return _packed_linear(x, weight, bias, out_features, float32_output, residual)
 
 
+def packed_gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, activation: str
+) -> Tensor:
+    """`activate(packed_linear(x, ...), activation, gated=True)`, with the same bits.
+
+    With 16 rows and more, gates and factors are not written to memory.
+
+    Args:
+        x, weight, bias: as for `packed_linear`.
+        out_features: N, the rows of the gates and as many of the factors; a multiple of 64.
+        activation: a key of `ACTIVATIONS`.
+
+    Returns:
+        [T, N / 2] contiguous, in x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    return _packed_gated_linear(x, weight, bias, out_features, ACTIVATIONS[activation])
+
+
 def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
     """Rows of the matrix that was packed, for an embedding that shares the output layer's weight.
 
@@ -205,6 +230,20 @@ def _linear_fake(
     return x.new_empty((x.shape[0], out_features), dtype=dtype)
 
 
+def _gated_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, kind: str
+) -> Tensor:
+    return plain_activation(
+        packed_linear_reference(x, weight, bias, out_features, False), kind, True
+    )
+
+
+def _gated_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, kind: str
+) -> Tensor:
+    return x.new_empty((x.shape[0], out_features // 2))
+
+
 def _rows_reference(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
     if bool(((ids < 0) | (ids >= out_features)).any()):
         raise ValueError(f"ids must be rows of the weight, 0 to {out_features - 1}, got {ids}")
@@ -224,6 +263,9 @@ _pack_linear = register_op(
 )
 _packed_linear = register_op(
     "packed_linear", {"CompositeExplicitAutograd": packed_linear_reference}, fake=_linear_fake
+)
+_packed_gated_linear = register_op(
+    "packed_gated_linear", {"CompositeExplicitAutograd": _gated_reference}, fake=_gated_fake
 )
 _packed_rows = register_op(
     "packed_rows", {"CompositeExplicitAutograd": _rows_reference}, fake=_rows_fake

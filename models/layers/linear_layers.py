@@ -27,6 +27,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.activation import activate
 from ostinato.ops.parallel.collectives import all_reduce
 from ostinato.ops.parallel.exchange import Exchange, RankGroup
 
@@ -275,6 +276,7 @@ class LinearBase(nn.Module):
         slots: Tensor | None = None,
         *,
         float32_output: bool = False,
+        activation: str | None = None,
     ) -> Tensor:
         """[T, in_features] -> [T, out_features], plus bias, residual and adapters if given.
 
@@ -282,13 +284,19 @@ class LinearBase(nn.Module):
 
         Args:
             slots: [T, 1] int32, the slot of each token's adapter; -1 = none.
+            activation: a key of `ACTIVATIONS` (ops/activation.py): the result is
+                activation(first half) * second half, [T, out_features / 2], without a residual.
         """
+        adapters = None if slots is None else self.adapters
+        if activation is not None and adapters is None:
+            return self.method.apply_gated(self.weights, self.spec, x, self.bias, activation)
         result = self.method.apply(
             self.weights, self.spec, x, self.bias, residual, float32_output=float32_output
         )
-        if slots is not None and self.adapters is not None:
-            self.adapters(result, x, slots)
-        return result
+        if adapters is not None:
+            assert slots is not None, "rows have adapters only if they have slots"
+            adapters(result, x, slots)
+        return result if activation is None else activate(result, activation, gated=True)
 
     def reduce(self, partial: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of all ranks' partial results [T, out_features], plus the residual."""
@@ -410,9 +418,11 @@ class MergedLinear(LinearBase):
 
     takes_adapters = True
 
-    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """[T, in_features] -> [T, out_features]; `slots` as for `multiply`."""
-        return self.multiply(x, slots=slots)
+    def forward(
+        self, x: Tensor, slots: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """[T, in_features] -> [T, out_features]; `slots` and `activation` as for `multiply`."""
+        return self.multiply(x, slots=slots, activation=activation)
 
 
 class RouterLinear(Linear):

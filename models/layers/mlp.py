@@ -40,7 +40,7 @@ class GatedMLP(nn.Module):
 
         `slots` [T, 1] int32 has the slot of each token's adapter; -1 = none.
         """
-        inner = activate(self.gate_up_proj(x, slots), self.activation, gated=True)
+        inner = self.gate_up_proj(x, slots, self.activation)
         return self.down_proj(inner, residual, slots)
 
     def static_key(self) -> tuple[object, ...]:

@@ -118,8 +118,7 @@ class _GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        inner = activate(self.gate_up_proj(x), self.activation, gated=True)
-        return self.down_proj(inner, residual)
+        return self.down_proj(self.gate_up_proj(x, activation=self.activation), residual)
 
 
 class TowerBlock(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.layers.expert_linear import ExpertLinear
-from ostinato.models.layers.linear_layers import LinearBase
+from ostinato.models.layers.linear_layers import LinearBase, MergedLinear
 from ostinato.models.layers.vocabulary_layers import OutputHead
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.models.weight_methods.weight_method import MatrixRole
@@ -246,14 +246,19 @@ class _Reached(Exception):
 def _call(
     layer: DecoderLayer, name: str, hidden: Tensor, step: StepInputs, cache: _Cache
 ) -> tuple[tuple[Tensor, ...], Tensor] | None:
-    """The inputs and the result of a layer's matrix; None if the layer does not call it."""
+    """The inputs and the result of a layer's matrix; None if the layer does not call it.
+
+    The result is that of the matrix, before the activation of a gated linear unit.
+    """
     found: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
-    def keep(module: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> None:
-        found.append((inputs, result))
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        multiply: Callable[..., Tensor] = module.forward
+        arguments = inputs[:2] if isinstance(module, MergedLinear) else inputs
+        found.append((inputs, multiply(*arguments)))
         raise _Reached
 
-    hook = layer.get_submodule(name).register_forward_hook(keep)
+    hook = layer.get_submodule(name).register_forward_pre_hook(keep)
     try:
         layer(hidden, step, *cache)
     except _Reached:

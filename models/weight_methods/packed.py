@@ -19,8 +19,10 @@ from ostinato.models.weight_methods.weight_method import (
     WeightMethod,
 )
 from ostinato.ops.linear import (
+    PANEL,
     empty_packed,
     pack_linear_rows,
+    packed_gated_linear,
     packed_linear,
     packed_rows,
     unpack_linear_weight,
@@ -89,6 +91,18 @@ class Packed(WeightMethod):
             residual=residual,
             float32_output=float32_output,
         )
+
+    def apply_gated(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        if spec.out_features % (2 * PANEL):  # a panel would have gates and factors
+            return WeightMethod.apply_gated(self, weights, spec, x, bias, activation)
+        return packed_gated_linear(x, weights["weight"], bias, spec.out_features, activation)
 
     def apply_experts(
         self,

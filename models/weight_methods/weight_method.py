@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.sharding import Span
+from ostinato.ops.activation import activate
 
 __all__ = (
     "FLOATS",
@@ -319,6 +320,26 @@ class WeightMethod(ABC):
         Returns:
             [T, out_features] in the activations' dtype or float32.
         """
+
+    def apply_gated(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        """A gated linear unit: activation(first half of `apply`) * second half.
+
+        Args:
+            weights, spec, x, bias: as for `apply`.
+            activation: a key of `ACTIVATIONS` (ops/activation.py).
+
+        Returns:
+            [T, out_features / 2] in the activations' dtype.
+        """
+        both = self.apply(weights, spec, x, bias, None, float32_output=False)
+        return activate(both, activation, gated=True)
 
     def apply_experts(
         self,

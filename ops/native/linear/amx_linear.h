@@ -14,6 +14,8 @@
 #include "core/amx.h"
 #include "linear/tasks.h"
 
+#include <type_traits>
+
 namespace ostinato::linear {
 
 constexpr int kPairRows = 2 * amx::kTileRows;  // of two blocks
@@ -187,8 +189,10 @@ class TileWorker {
   void pack(int64_t group) {
     const int64_t first = blocks_.first_block(group);
     const int64_t last = blocks_.first_block(group + 1);
-    const int64_t num_sums = (last - first) * blocks_.height * kPanel;
+    const int64_t panel_sums = (last - first) * blocks_.height * kPanel;
+    const int64_t num_sums = p_.unit == nullptr ? panel_sums : 2 * panel_sums;
     sums_ = scratch(num_sums + (last - first) * blocks_.block_bytes() / 4);
+    factor_sums_ = sums_ + panel_sums;
     const auto* x = static_cast<const BFloat16*>(p_.x);
     if (p_.rows == 1 && p_.in_features % kTileValues == 0) {
       activations_ = {reinterpret_cast<const char*>(x), 0, amx::kTileBytes, 0};  // x already has the order of a tile
@@ -200,21 +204,23 @@ class TileWorker {
   }
 
   void multiply(int64_t group, int64_t panel) const {
-    alignas(64) uint32_t last_tiles[kTileSize];
+    const int64_t column = panel * kPanel;
+    const Range blocks{blocks_.first_block(group), blocks_.first_block(group + 1)};
     const uint32_t* weight = weight_.panel(panel);
-    const uint32_t* rest = nullptr;
-    if (const int64_t steps = weight_.steps % kTileSteps; steps > 0) {
-      std::memset(last_tiles, 0, sizeof last_tiles);
-      std::memcpy(last_tiles, weight + (blocks_.tiles - 1) * kTileSize, steps * kPanel * 4);
-      rest = last_tiles;
-    }
-    const int64_t first = blocks_.first_block(group);
-    const int64_t last = blocks_.first_block(group + 1);
-    const bool in_parts = last - first > 2;
-    const int64_t pass = in_parts ? kPassTiles : blocks_.tiles;
-    for (int64_t tile = 0; tile < blocks_.tiles; tile += pass) {
-      const int64_t end = std::min(tile + pass, blocks_.tiles);
-      multiply_part({first, last}, panel, {tile, end}, end == blocks_.tiles ? rest : nullptr);
+    const uint32_t* next = panel + 1 < weight_.panels ? weight_.panel(panel + 1) : nullptr;
+    if (p_.unit == nullptr) {
+      alignas(64) float bias[kPanel];
+      load_bias<BFloat16>(p_, column, bias);
+      multiply_panel(blocks, weight, next, sums_, column, [&](const float* sums, int rows, int64_t row) {
+        write_rows<Out>(p_, sums, rows, bias, row, column);
+      });
+    } else if constexpr (std::is_same_v<Out, BFloat16>) {
+      const uint32_t* factors = p_.unit->factors.panel(panel);
+      const GatedPanel<Out> gated(p_, column, BFloat16{});
+      multiply_panel(blocks, weight, factors, sums_, column, [](const float*, int, int64_t) {});
+      multiply_panel(blocks, factors, next, factor_sums_, column, [&](const float* sums, int rows, int64_t row) {
+        gated.write(sums_ + (sums - factor_sums_), sums, rows, row);
+      });
     }
   }
 
@@ -224,17 +230,34 @@ class TileWorker {
     int64_t last;
   };
 
+  // Multiplies all blocks by a panel. Calls write(sums, rows, row) for one or two blocks at a time. Meanwhile the panel
+  // `next` is prefetched, unless it is null.
+  template <class Write>
+  void multiply_panel(Range blocks, const uint32_t* weight, const uint32_t* next, float* sums, int64_t column,
+                      const Write& write) const {
+    alignas(64) uint32_t last_tiles[kTileSize];
+    const uint32_t* rest = nullptr;
+    if (const int64_t steps = weight_.steps % kTileSteps; steps > 0) {
+      std::memset(last_tiles, 0, sizeof last_tiles);
+      std::memcpy(last_tiles, weight + (blocks_.tiles - 1) * kTileSize, steps * kPanel * 4);
+      rest = last_tiles;
+    }
+    const bool in_parts = blocks.last - blocks.first > 2;
+    const int64_t pass = in_parts ? kPassTiles : blocks_.tiles;
+    for (int64_t tile = 0; tile < blocks_.tiles; tile += pass) {
+      const int64_t end = std::min(tile + pass, blocks_.tiles);
+      multiply_part(blocks, weight, next, sums, {tile, end}, end == blocks_.tiles ? rest : nullptr, column, write);
+    }
+  }
+
   // Multiplies some tiles of K for all blocks. After the last tiles, writes the result.
-  void multiply_part(Range blocks, int64_t panel, Range tiles, const uint32_t* rest) const {
-    alignas(64) float bias[kPanel];
-    const int64_t column = panel * kPanel;
-    const uint32_t* weight = weight_.panel(panel);
+  template <class Write>
+  void multiply_part(Range blocks, const uint32_t* weight, const uint32_t* next, float* sums, Range tiles,
+                     const uint32_t* rest, int64_t column, const Write& write) const {
     const bool is_last = tiles.last == blocks_.tiles;
-    if (is_last) load_bias<BFloat16>(p_, column, bias);
     const auto pairs = static_cast<int>((blocks.last - blocks.first + 1) / 2);
-    Upcoming upcoming{panel + 1 < weight_.panels ? weight_.panel(panel + 1) : nullptr, 0, 0};
+    Upcoming upcoming{next, 0, 0};
     TileRows x = activations_;
-    float* sums = sums_;
     for (int pair = 0; pair < pairs; ++pair, x.data += 2 * x.block_bytes, sums += 2 * blocks_.height * kPanel) {
       const int64_t block = blocks.first + 2 * pair;
       const int64_t end = std::min(block + 2, blocks.last);
@@ -248,7 +271,7 @@ class TileWorker {
       } else {
         multiply_blocks<1>(x, weight, tiles.first, tiles.last, rest, upcoming, blocks_.height, sums);
       }
-      if (is_last) write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);
+      if (is_last) write(sums, static_cast<int>(rows), row);
     }
   }
 
@@ -257,7 +280,8 @@ class TileWorker {
   const TileBlocks& blocks_;
   const amx::TileScope registers_;
   TileRows activations_{};
-  float* sums_ = nullptr;  // [rows of the group][32]
+  float* sums_ = nullptr;         // [rows of the group][32]
+  float* factor_sums_ = nullptr;  // the same for the factors of a gated linear unit
 };
 
 template <class Out>

@@ -5,6 +5,8 @@
 #include "linear/tiles.h"
 #include "linear/transpose.h"
 
+#include <type_traits>
+
 namespace ostinato::linear {
 
 // Steps of K in a pass. A pass is summed from zero, and then added to the sums of the earlier passes. With AVX2, the
@@ -77,10 +79,28 @@ class RowWorker {
 
   void multiply(int64_t group, int64_t panel) const {
     alignas(64) float sums[kMaxGroupRows * kPanel];
-    alignas(64) float bias[kPanel];
-    const int64_t column = panel * kPanel;
-    load_bias<Element>(p_, column, bias);
-    const uint32_t* weight = weight_.panel(panel);
+    const int64_t column = panel * kPanel, row = groups_.first_row(group);
+    const int rows = static_cast<int>(groups_.first_row(group + 1) - row);
+    sum_panel(group, weight_.panel(panel), sums);
+    if (p_.unit == nullptr) {
+      alignas(64) float bias[kPanel];
+      load_bias<Element>(p_, column, bias);
+      write_rows<Out>(p_, sums, rows, bias, row, column);
+    } else if constexpr (std::is_same_v<Element, Out>) {
+      alignas(64) float factors[kMaxGroupRows * kPanel];
+      sum_panel(group, p_.unit->factors.panel(panel), factors);
+      GatedPanel<Out>(p_, column, Element{}).write(sums, factors, rows, row);
+    }
+  }
+
+ private:
+  using Element = typename Kind::Element;
+
+  const Element* rows_from(int64_t row) const { return static_cast<const Element*>(p_.x) + row * p_.row_stride; }
+  int64_t packed_floats(int64_t rows) const { return rows * weight_.steps * Kind::kFloats; }
+
+  // sums [rows of the group][kPanel] = activations times a panel.
+  void sum_panel(int64_t group, const uint32_t* weight, float* sums) const {
     const int64_t first_row = groups_.first_row(group);
     const int64_t first_block = groups_.first_block(group);
     const int64_t blocks = groups_.first_block(group + 1) - first_block;
@@ -99,15 +119,7 @@ class RowWorker {
         row = next_row;
       }
     }
-    const int64_t rows = groups_.first_row(group + 1) - first_row;
-    write_rows<Out>(p_, sums, static_cast<int>(rows), bias, first_row, column);
   }
-
- private:
-  using Element = typename Kind::Element;
-
-  const Element* rows_from(int64_t row) const { return static_cast<const Element*>(p_.x) + row * p_.row_stride; }
-  int64_t packed_floats(int64_t rows) const { return rows * weight_.steps * Kind::kFloats; }
 
   const Problem& p_;
   const PackedWeight& weight_;

@@ -15,6 +15,7 @@
 #include "core/huge_pages.h"
 #include "core/simd.h"
 #include "linear/layout.h"
+#include "rows/activation_functions.h"
 
 #include <algorithm>
 #include <atomic>
@@ -78,6 +79,13 @@ void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, c
   });
 }
 
+// The second half of a gated linear unit: the result is activation(x * gates) * (x * factors). The weight of the call is
+// the half of the gates.
+struct GatedUnit {
+  activation::Activation kind;
+  PackedWeight factors;  // as many whole panels as the gates have
+};
+
 // A call's arguments and result besides the weight.
 struct Problem {
   const void* x;
@@ -93,6 +101,7 @@ struct Problem {
   const int32_t* out_rows = nullptr;  // for each row of x, the row of `out` for its result; null = the same row
   // for each column of the weight, the element of x that it multiplies; null = the same
   const int32_t* order = nullptr;
+  const GatedUnit* unit = nullptr;  // if not null, `bias` has the biases of the gates and then of the factors
   // Whole cache lines of the result are written to memory without being read first. A panel writes one line of each
   // row. The lines are a row apart, so the processor does not prefetch them, and a matrix unit that waits for them
   // loses a third of its rate (6144 columns of 512 rows). A worker that streams calls `fence_lines` at its end.
@@ -110,14 +119,16 @@ Problem streamed(Problem problem) {
   return problem;
 }
 
+inline void check_bias(const Tensor& bias, const Tensor& x, int64_t out_features) {
+  OSTINATO_CHECK(!bias.exists() || (bias.dtype == x.dtype && bias.dim == 1 && bias.sizes[0] == out_features &&
+                                    (out_features <= 1 || bias.strides[0] == 1)),
+                 "bias must be a contiguous vector of out_features values in x's dtype");
+}
+
 // The checked problem. `out` receives the result tensor of the call.
 inline Problem make_problem(Call& call, const Tensor& x, const Tensor& bias, const Tensor& residual, int64_t out_features,
                             bool float32_output, Tensor& out) {
-  if (bias.exists()) {
-    OSTINATO_CHECK(bias.dtype == x.dtype && bias.dim == 1 && bias.sizes[0] == out_features &&
-                       (out_features <= 1 || bias.strides[0] == 1),
-                   "bias must be a contiguous vector of out_features values in x's dtype");
-  }
+  check_bias(bias, x, out_features);
   if (residual.exists()) {
     OSTINATO_CHECK(!float32_output && residual.dtype == x.dtype && residual.dim == 2 &&
                        residual.sizes[0] == x.sizes[0] && residual.sizes[1] == out_features &&
@@ -194,13 +205,14 @@ void run_panels(const Problem& problem, const Weight& weight, const Groups& grou
       std::max<int64_t>(at_once, 1));
 }
 
-// The bias of a panel's columns as floats, zero past the last.
+// The bias of a panel's columns as floats, zero past the last. The biases begin at element `first` of the call's.
 template <class Element>
-void load_bias(const Problem& problem, int64_t column, float* bias) {
+void load_bias(const Problem& problem, int64_t column, float* bias, int64_t first = 0) {
   for (int c = 0; c < kPanel; c += F32::width) store(bias + c, broadcast(0.0f));
   if (problem.bias == nullptr) return;
   const int64_t columns = std::min<int64_t>(kPanel, problem.out_features - column);
-  for (int64_t c = 0; c < columns; ++c) bias[c] = to_float(static_cast<const Element*>(problem.bias)[column + c]);
+  const Element* from = static_cast<const Element*>(problem.bias) + first + column;
+  for (int64_t c = 0; c < columns; ++c) bias[c] = to_float(from[c]);
 }
 
 // Writes a block's sums, plus bias and residual, as rows of the result from (row, column) on.
@@ -239,5 +251,42 @@ void write_rows(const Problem& problem, const float* sums, int rows, const float
     }
   }
 }
+
+// A panel of a gated linear unit: the sums of its gates and factors, and their biases. Gates and factors are rounded to
+// Out before the activation, as if a linear op had returned them.
+template <class Out>
+class GatedPanel {
+ public:
+  template <class Element>
+  GatedPanel(const Problem& problem, int64_t column, Element) : p_(problem), column_(column) {
+    load_bias<Element>(problem, column, gate_bias_);
+    load_bias<Element>(problem, column, factor_bias_, problem.out_features);
+  }
+
+  // Writes rows of the result from `row` on.
+  void write(const float* gates, const float* factors, int rows, int64_t row) const {
+    for (int r = 0; r < rows; ++r, gates += kPanel, factors += kPanel) {
+      alignas(64) Out gate[kPanel];
+      alignas(64) Out factor[kPanel];
+      for (int c = 0; c < kPanel; c += F32::width) {
+        store(gate + c, load(gates + c) + load(gate_bias_ + c));
+        store(factor + c, load(factors + c) + load(factor_bias_ + c));
+      }
+      Out* place = static_cast<Out*>(p_.out) + (row + r) * p_.out_features + column_;
+      if (!p_.streams || reinterpret_cast<uintptr_t>(place) % 64 != 0) {
+        activation::activate_row(p_.unit->kind, gate, factor, kPanel, place);
+        continue;
+      }
+      activation::activate_row(p_.unit->kind, gate, factor, kPanel, gate);
+      for (int c = 0; c < kPanel; c += 64 / static_cast<int>(sizeof(Out))) stream_line(place + c, gate + c);
+    }
+  }
+
+ private:
+  const Problem& p_;
+  const int64_t column_;
+  alignas(64) float gate_bias_[kPanel];
+  alignas(64) float factor_bias_[kPanel];
+};
 
 }  // namespace ostinato::linear

@@ -161,8 +161,8 @@ def test_the_profiler_sees_every_kernel_of_a_replay() -> None:
     layers = len(model.layers)
     assert counts["ostinato::paged_attention"] == layers
     assert counts["ostinato::rotate_heads"] == layers
-    assert counts["ostinato::activation"] == layers
-    assert counts["ostinato::packed_linear"] == 4 * layers
+    assert counts["ostinato::packed_gated_linear"] == layers
+    assert counts["ostinato::packed_linear"] == 3 * layers
     assert counts["ostinato::rms_norm"] == 2 * layers + 1  # the last one is the model's
 
 
