@@ -287,15 +287,14 @@ class LinearBase(nn.Module):
             activation: a key of `ACTIVATIONS` (ops/activation.py): the result is
                 activation(first half) * second half, [T, out_features / 2], without a residual.
         """
-        adapters = None if slots is None else self.adapters
-        if activation is not None and adapters is None:
+        assert activation is None or residual is None, "a gated linear unit has no residual"
+        if activation is not None and (slots is None or self.adapters is None):
             return self.method.apply_gated(self.weights, self.spec, x, self.bias, activation)
         result = self.method.apply(
             self.weights, self.spec, x, self.bias, residual, float32_output=float32_output
         )
-        if adapters is not None:
-            assert slots is not None, "rows have adapters only if they have slots"
-            adapters(result, x, slots)
+        if slots is not None and self.adapters is not None:
+            self.adapters(result, x, slots)
         return result if activation is None else activate(result, activation, gated=True)
 
     def reduce(self, partial: Tensor, residual: Tensor | None) -> Tensor:

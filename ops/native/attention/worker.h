@@ -206,9 +206,10 @@ class Worker {
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
     if constexpr (!Layout::kHasMatrixTiles) {
       run_tiles(tile, from, end, state);
-    } else if (!kHasByteTiles && tile.rows_of_head(p_.group) <= kRowsOfFew) {
-      if constexpr (!kHasByteTiles) this->run_few_rows(tile, from, end, state);
     } else {
+      if constexpr (!kHasByteTiles) {
+        if (tile.rows_of_head(p_.group) <= kRowsOfFew) return this->run_few_rows(tile, from, end, state);
+      }
       for (int i = 0; i < tile.num_kv_heads; ++i) this->run_matrix_tiles(tile, i, from, end, state);
     }
   }

@@ -216,7 +216,7 @@ class TileWorker {
       });
     } else if constexpr (std::is_same_v<Out, BFloat16>) {
       const uint32_t* factors = p_.unit->factors.panel(panel);
-      const GatedPanel<Out> gated(p_, column, BFloat16{});
+      const GatedPanel<Out> gated(p_, column);
       multiply_panel(blocks, weight, factors, sums_, column, [](const float*, int, int64_t) {});
       multiply_panel(blocks, factors, next, factor_sums_, column, [&](const float* sums, int rows, int64_t row) {
         gated.write(sums_ + (sums - factor_sums_), sums, rows, row);

@@ -37,6 +37,11 @@ void multiply(DType dtype, bool float32_output, const Problem& problem, const Pa
   throw_not_compiled();
 }
 
+void check_rows(const Tensor& x, const Tensor& weight) {
+  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
+  OSTINATO_CHECK(x.dtype == weight.dtype, "x must have the dtype of the packed weight");
+}
+
 // packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, bool float32_output,
 //               Tensor? residual=None) -> Tensor
 void packed_linear(Call& call) {
@@ -46,8 +51,7 @@ void packed_linear(Call& call) {
   const int64_t out_features = call.integer();
   const bool float32_output = call.boolean();
   const Tensor residual = call.optional_tensor();
-  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
-  OSTINATO_CHECK(x.dtype == weight.dtype, "x must have the dtype of the packed weight");
+  check_rows(x, weight);
   const PackedWeight packed(weight, out_features, x.sizes[1]);
   Tensor out;
   const Problem problem = make_problem(call, x, bias, residual, out_features, float32_output, out);
@@ -77,8 +81,7 @@ void packed_gated_linear(Call& call) {
   const int64_t out_features = call.integer(), half = out_features / 2;
   const std::string name = call.text();
   const activation::Activation kind = activation::activation_named(name);
-  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
-  OSTINATO_CHECK(x.dtype == weight.dtype, "x must have the dtype of the packed weight");
+  check_rows(x, weight);
   OSTINATO_CHECK(out_features % (2 * kPanel) == 0, "gates and factors must be whole panels of 32 rows, got ", out_features,
                  " rows");
   check_bias(bias, x, out_features);

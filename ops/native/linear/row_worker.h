@@ -89,7 +89,7 @@ class RowWorker {
     } else if constexpr (std::is_same_v<Element, Out>) {
       alignas(64) float factors[kMaxGroupRows * kPanel];
       sum_panel(group, p_.unit->factors.panel(panel), factors);
-      GatedPanel<Out>(p_, column, Element{}).write(sums, factors, rows, row);
+      GatedPanel<Out>(p_, column).write(sums, factors, rows, row);
     }
   }
 

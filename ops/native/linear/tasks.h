@@ -257,10 +257,9 @@ void write_rows(const Problem& problem, const float* sums, int rows, const float
 template <class Out>
 class GatedPanel {
  public:
-  template <class Element>
-  GatedPanel(const Problem& problem, int64_t column, Element) : p_(problem), column_(column) {
-    load_bias<Element>(problem, column, gate_bias_);
-    load_bias<Element>(problem, column, factor_bias_, problem.out_features);
+  GatedPanel(const Problem& problem, int64_t column) : p_(problem), column_(column) {
+    load_bias<Out>(problem, column, gate_bias_);
+    load_bias<Out>(problem, column, factor_bias_, problem.out_features);
   }
 
   // Writes rows of the result from `row` on.
