@@ -387,6 +387,9 @@ class GraphConfig(Section):
         ExpertKernels.auto, "kernels of a mixture of experts; auto = this project's own"
     )
     pack_weights: bool = setting(True, "rearrange weights for the CPU's matrix kernels")
+    compress_weights: bool | None = setting(
+        None, "packed bfloat16 weights take 12 bits, without loss; null = on processors with AMX"
+    )
     bundle: bool = setting(True, "load what an earlier start compiled, and store the rest")
     bundle_dir: str = setting("", "where bundles are; empty = in the cache directory")
     capture_sizes: list[int] = setting(

@@ -29,6 +29,7 @@ from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.quantization_files import read_quantization
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
 from ostinato.models.quantized_checkpoints.rounded_inputs import RoundingPolicy
+from ostinato.models.weight_methods.compressed import Compressed
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec, WeightMethod
@@ -134,6 +135,7 @@ def choose_weights(
     checkpoint: Checkpoint,
     *,
     pack: bool,
+    compress: bool | None = False,
     device: torch.device,
     dtype: torch.dtype,
 ) -> WeightPolicy:
@@ -147,6 +149,7 @@ def choose_weights(
         section: the configuration of the model.
         checkpoint: the checkpoint of the model.
         pack: pack unquantised weights for the CPU kernels, if there are such kernels.
+        compress: compress packed weights; None = if they can be compressed.
         device: the device of the weights.
         dtype: the dtype of activations.
 
@@ -154,9 +157,7 @@ def choose_weights(
         ValueError: settings contradict each other or the checkpoint, or no kernel supports them
             with this device and dtype.
     """
-    packed = Packed()
-    is_packed = pack and packed.why_unusable(device, dtype) is None
-    unquantized = packed if is_packed else Plain()
+    unquantized = _unquantized(device, dtype, pack=pack, compress=compress)
     stated = read_quantization(checkpoint)
     is_cuda = device.type == "cuda"
     if not section.round_activations and not (is_cuda and stated is not None):
@@ -186,6 +187,26 @@ def choose_weights(
     if isinstance(policy, WeightsByRole):
         return replace(policy, head=head, embedding=head)
     return HeadOnLoad(as_stored=policy, head=head)
+
+
+def _unquantized(
+    device: torch.device, dtype: torch.dtype, *, pack: bool, compress: bool | None
+) -> WeightMethod:
+    """The method of weights that are not quantised. The arguments are those of `choose_weights`.
+
+    Raises:
+        ValueError: `compress` is True, and the weights cannot be compressed.
+    """
+    if compress is not False:
+        reason = Compressed().why_unusable(device, dtype)
+        if not pack:
+            reason = "graphs.pack_weights=false keeps weights as they are"
+        if reason is None:
+            return Compressed()
+        if compress:
+            raise ValueError(f"graphs.compress_weights=true, but {reason}; leave it out")
+    is_packed = pack and Packed().why_unusable(device, dtype) is None
+    return Packed() if is_packed else Plain()
 
 
 def _on_load(

@@ -25,7 +25,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ostinato.ops.linear import why_unpackable
+from ostinato.ops.linear.packed_linear import why_unpackable
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized_reference import (
     QuantFormat,

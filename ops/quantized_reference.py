@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ostinato.ops.linear import PANEL
+from ostinato.ops.linear.packed_linear import PANEL
 
 __all__ = (
     "E2M1",

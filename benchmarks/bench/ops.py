@@ -31,7 +31,7 @@ from ostinato.models.config.model_config import ModelConfig
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import AttentionMetadata, PlannedBackend, load_backend, paged_attention
 from ostinato.ops.attention import select_backend as select_attention
-from ostinato.ops.linear import pack_linear_weight, packed_linear
+from ostinato.ops.linear.packed_linear import pack_linear_weight, packed_linear
 from ostinato.ops.norm import rms_norm
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.plan.device import resolve_device, set_threads

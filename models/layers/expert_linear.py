@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.sharding import Span
+from ostinato.models.weight_methods.weight_method import WeightMethod
 
 __all__ = ("ExpertLinear",)
 
@@ -65,6 +66,9 @@ class ExpertLinear(LinearBase):
         return self.method.apply_experts(
             self.weights, self.spec, x, ids, self.bias, routing_weights, residual
         )
+
+    def use(self, method: WeightMethod) -> None:
+        super().use(method.for_experts)
 
     def dense(self) -> Tensor:
         """[experts, out_features, in_features]."""

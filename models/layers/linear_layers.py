@@ -239,9 +239,11 @@ class LinearBase(nn.Module):
         if name == "bias":
             self._load_bias(value, part)
             return
-        pending = self._pending.setdefault(part.expert, _Pending({}))
-        if self.method.loads_in_place(self.spec):
-            pending.tensors = self._weights_of(part.expert)
+        pending = self._pending.get(part.expert)
+        if pending is None:
+            in_place = self.method.loads_in_place(self.spec)
+            pending = _Pending(self._weights_of(part.expert) if in_place else {})
+            self._pending[part.expert] = pending
         self.method.load(pending.tensors, name, value, part, self.spec)
         pending.count += 1
         if pending.count == part.count * self._num_stored:

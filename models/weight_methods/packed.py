@@ -1,4 +1,4 @@
-"""The weight method `packed`: the matrix in the order of the CPU kernels (ops/linear.py)."""
+"""The weight method `packed`: in the order of the CPU kernels (ops/linear/packed_linear.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
-from ostinato.ops.linear import (
+from ostinato.ops.linear.packed_linear import (
     PANEL,
     empty_packed,
     pack_linear_rows,
@@ -64,10 +64,13 @@ class Packed(WeightMethod):
     def load(
         self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
     ) -> None:
-        rows = part.cut(value, self.stored[name]).to(spec.dtype)
-        if rows.shape[1] > 1 and rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = self.rows_of(name, value, part, spec)
         pack_linear_rows(tensors["weight"], rows, part.first_row)
+
+    def rows_of(self, name: str, value: Tensor, part: Part, spec: MatrixSpec) -> Tensor:
+        """The rows that this rank holds of a stored matrix. Their elements are contiguous."""
+        rows = part.cut(value, self.stored[name]).to(spec.dtype)
+        return rows.contiguous() if rows.shape[1] > 1 and rows.stride(1) != 1 else rows
 
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
         zero_padding(tensors["weight"], spec.out_features)

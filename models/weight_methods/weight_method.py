@@ -199,6 +199,11 @@ class WeightMethod(ABC):
     def name(self) -> str:
         """The method's name for users, such as `int4 in groups of 32`."""
 
+    @property
+    def for_experts(self) -> WeightMethod:
+        """The method of matrices of experts in place of this one."""
+        return self
+
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why no kernel supports this device with activations of this dtype; None if one does."""
         return None

@@ -35,7 +35,7 @@ from ostinato.ops.gpu_quantized.triton_quantized_linear import (
     tile_constants,
     units_of_part,
 )
-from ostinato.ops.linear import PANEL
+from ostinato.ops.linear.packed_linear import PANEL
 from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = (

@@ -32,7 +32,7 @@ from ostinato.ops.gpu_quantized.triton_values import (
     unit_values,
     unit_words,
 )
-from ostinato.ops.linear import PANEL
+from ostinato.ops.linear.packed_linear import PANEL
 from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = (

@@ -9,8 +9,9 @@ experts is two such layers and an activation between them:
     down          [T * k, K] -> [T, N]: the slots of a token, weighted and added
 
 A token's slots are added in their order, in float32. The CPU kernels sum each product in the order
-of ops/linear.py or ops/quantized.py. So with them the bits of a token's result do not depend on
-other tokens. In all kernels no tensor's size depends on data, and the host reads no result.
+of ops/linear/packed_linear.py or ops/quantized.py. So with them the bits of a token's result do not
+depend on other tokens. In all kernels no tensor's size depends on data, and the host reads no
+result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
 quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU,
@@ -26,7 +27,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ostinato.ops.linear import packed_linear_reference
+from ostinato.ops.linear.packed_linear import packed_linear_reference
 from ostinato.ops.quantized_reference import QuantFormat, quantized_linear_reference
 from ostinato.ops.register import register_op
 

@@ -88,6 +88,8 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "linear/linear",
             "linear/pack",
+            "linear/compress",
+            "linear/compressed_linear",
             "moe/moe_linear",
             "moe/route",
             "rows/elementwise",
@@ -138,29 +140,22 @@ class Part(NamedTuple):
     units: tuple[tuple[str, ...], ...]
 
 
-_DENSE = (
-    (
-        "core/install",
-        "core/call",
-        "core/thread_pool",
-        "core/cpu_graph",
-        "attention/attention",
-    ),
-    (
-        "linear/linear",
-        "linear/pack",
-        "rows/elementwise",
-        "rows/activation",
-        "rows/sampling",
-        "rows/logprobs",
-    ),
-)
+def _dense(*linear: str) -> tuple[tuple[str, ...], ...]:
+    """The sources of a dense decoder's kernels, with those for its linear layers."""
+    first = ("core/install", "core/call", "core/thread_pool", "core/cpu_graph")
+    rows = ("rows/elementwise", "rows/activation", "rows/sampling", "rows/logprobs")
+    return (*first, "attention/attention"), (*linear, *rows)
+
+
 PARTS: dict[str, Part] = {
     # By name. A decoder with one dtype for weights and cache calls no other kernels of `core`,
     # unless it has experts, several ranks or a draft model. The kernels of a part compute the same
     # bits as those of `core`.
-    "core-bfloat16": Part("core", 2, _DENSE),
-    "core-float32": Part("core", 1, _DENSE),
+    "core-bfloat16": Part("core", 2, _dense("linear/linear", "linear/pack")),
+    "core-bfloat16-compressed": Part(
+        "core", 2, _dense("linear/compressed_linear", "linear/compress")
+    ),
+    "core-float32": Part("core", 1, _dense("linear/linear", "linear/pack")),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 # -ffp-contract=off: the compiler must not turn products and sums into fused multiply-adds in some

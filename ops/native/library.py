@@ -146,13 +146,13 @@ def load_part(part: str) -> NativeLibrary:
     return load(whole)
 
 
-def load_core(dtype: torch.dtype) -> None:
-    """Load the library "core", unless it or a part of it with kernels for this dtype is loaded.
+def load_core(part: str) -> None:
+    """Load the library "core", unless it or this part of it is loaded.
 
     Raises:
         NativeBuildError: it cannot be built, or does not load.
     """
-    if (f"core-{str(dtype).removeprefix('torch.')}", "ostinato") not in _loaded:
+    if (part, "ostinato") not in _loaded:
         load("core")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ostinato.ops.linear import PANEL
+from ostinato.ops.linear.packed_linear import PANEL
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized_reference import QuantFormat, pack_quantized_reference
 from ostinato.ops.register import register_op

@@ -35,6 +35,7 @@ from ostinato.runtime.errors import StartupError
 __all__ = (
     "add_kernels",
     "bundle_root",
+    "compression",
     "core_part",
     "kernel_libraries",
     "planned_isa",
@@ -85,9 +86,23 @@ def core_part(config: EngineConfig) -> str | None:
         and not any("expert" in key for key in settings)
         and model.implementation is not ModelImplementation.transformers
     )
+    if dtype == DType.bfloat16 and compression(config) is not False:
+        part += "-compressed"
     runs_alone = config.parallel.num_ranks == 1 and not config.speculation.model
     is_wanted = is_plain_decoder and runs_alone and config.cache.dtype is CacheDType.auto
     return part if is_wanted and part in native.PARTS else None
+
+
+def compression(config: EngineConfig) -> bool | None:
+    """Whether packed weights are compressed; None = those that can be.
+
+    With matrix tiles, compressed weights were as fast or faster in steps of any size. With other
+    instruction sets, they were faster in steps of few tokens only (docs/matrix-tiles.md).
+    """
+    wanted = config.graphs.compress_weights
+    if wanted is None and planned_isa(config.device) != "amx":
+        return False
+    return wanted
 
 
 def _architecture(settings: dict[str, Any]) -> str:

@@ -30,7 +30,8 @@ from ostinato.conf.schema import InstructionSetName
 from ostinato.graphs.bundle import Bundle
 from ostinato.models.choose_weights import WeightsByRole
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.ops.linear import empty_packed
+from ostinato.models.weight_methods.packed import Packed
+from ostinato.ops.linear.packed_linear import empty_packed
 from ostinato.ops.native import build
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load, loaded_isa
@@ -180,7 +181,7 @@ def _matters(config: EngineConfig, source: ModelSource) -> bool:
         and graphs.cost_table_budget_s != 0
         and source.dtype == torch.bfloat16
         and isinstance(source.weights, WeightsByRole)
-        and source.weights.layers.name == "packed"
+        and isinstance(source.weights.layers, Packed)
         and len(_vector_levels()) > 1
     )
 

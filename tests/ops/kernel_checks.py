@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.ops.linear import empty_packed, zero_padding
+from ostinato.ops.linear.packed_linear import empty_packed, zero_padding
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.ops.activation import ACTIVATIONS, plain_activation
-from ostinato.ops.linear import (
+from ostinato.ops.linear.packed_linear import (
     pack_linear_weight,
     packed_gated_linear,
     packed_linear,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ostinato.ops.linear import (
+from ostinato.ops.linear.packed_linear import (
     _pack_reference,
     pack_linear_weight,
     packed_linear,

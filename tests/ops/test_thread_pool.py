@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.backends.cpu import BACKEND as CPU
-from ostinato.ops.linear import pack_linear_weight, packed_linear
+from ostinato.ops.linear.packed_linear import pack_linear_weight, packed_linear
 from ostinato.ops.native import library
 from ostinato.ops.native.build import find_compiler
 from tests.ops.attention_steps import Shape, check
@@ -82,7 +82,7 @@ def test_several_callers_at_once(pool_threads: Callable[[int], None]) -> None:
 def test_a_choice_holds_for_the_thread_that_made_it() -> None:
     code = (
         "import os, sys, threading, torch\n"
-        "from ostinato.ops.linear import pack_linear_weight, packed_linear\n"
+        "from ostinato.ops.linear.packed_linear import pack_linear_weight, packed_linear\n"
         "from ostinato.ops.native.library import load, set_pool_threads\n"
         "load('core')\n"
         "torch.set_num_threads(1)\n"

@@ -7,9 +7,9 @@
         --threads 1 --dtype bfloat16,float32 --save
     python -m ostinato.benchmarks.micro.kernels.ops_linear --show FILE
 
-The candidates are, for each instruction set (`--levels`), the packed op and the quantised op with 8
-and 4 bits, in the default groups (`int8`, `int4`) or others (`int8-32`), and with floats of 8 bits
-(`fp8`);
+The candidates are, for each instruction set (`--levels`), the packed op, the op for compressed
+weights (`compressed`, bfloat16), and the quantised op with 8 and 4 bits, in the default groups
+(`int8`, `int4`) or others (`int8-32`), and with floats of 8 bits (`fp8`);
 `torch.nn.functional.linear`; and oneDNN with weights in its own packed form, if this torch and this
 processor support that for the dtype. A sum over the bytes of the weights measures
 the bandwidth of the memory. Calls of all candidates alternate, so that a change of the machine's
@@ -44,7 +44,8 @@ from torch import Tensor
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
 from ostinato.benchmarks.report.json_file import write_json
-from ostinato.ops.linear import pack_linear_weight
+from ostinato.ops.linear.compressed_linear import compress_linear_weight
+from ostinato.ops.linear.packed_linear import pack_linear_weight
 from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
@@ -58,6 +59,7 @@ _GROUPS = {"int8": 128, "int4": 32, "fp8": 128}  # the default group sizes
 _SHAPES = "3072x1024,1024x3072,6144x1024,1024x1024"
 _ROWS = "1,4,16,32,64,128,512"
 _KINDS = ("packed", "int8", "int4")
+_UNQUANTIZED = ("packed", "compressed")
 _MIN_CALLS, _MAX_CALLS = 3, 400
 _FEW_ROWS = 4  # up to this number of rows memory is the limit, and the table has GB/s
 _FILE = "ops-linear.json"
@@ -68,6 +70,7 @@ class _Weights(NamedTuple):
 
     stock: list[Tensor]  # [N, K] each
     packed: list[Tensor]
+    compressed: list[tuple[Tensor, Tensor]]
     quantized: dict[str, tuple[QuantFormat, list[Tensor]]]  # by kind
     reordered: list[Tensor]  # in oneDNN's form; empty if this torch has none
 
@@ -76,11 +79,12 @@ class _Weights(NamedTuple):
         count = max(1, -(-cold_bytes // weight.nbytes))
         stock = [weight, *(weight.clone() for _ in range(count - 1))]
         packed = [pack_linear_weight(each) for each in stock]
+        compressed = [compress_linear_weight(each) for each in stock if "compressed" in kinds]
         quantized = {
             kind: (form, _copies(_quantized(weight, form), cold_bytes))
-            for kind, form in ((kind, _form(kind)) for kind in kinds if kind != "packed")
+            for kind, form in ((kind, _form(kind)) for kind in kinds if kind not in _UNQUANTIZED)
         }
-        return cls(stock, packed, quantized, _reordered(stock))
+        return cls(stock, packed, compressed, quantized, _reordered(stock))
 
 
 def _form(kind: str) -> QuantFormat:
@@ -91,7 +95,7 @@ def _form(kind: str) -> QuantFormat:
     """
     name, _, size = kind.partition("-")
     if name not in _GROUPS or (size and not size.isdecimal()):
-        raise ValueError(f"--kinds={kind}: use packed, int8, int4, fp8, int8-SIZE, ...")
+        raise ValueError(f"--kinds={kind}: use packed, compressed, int8, int4, fp8, int8-SIZE, ...")
     group_size = int(size or _GROUPS[name])
     if name == "fp8":
         return QuantFormat(8, group_size, True, "float32", "e4m3")
@@ -135,12 +139,16 @@ def _candidates(
         # Each level begins at another copy, because a copy that was just read is in the cache.
         part = index / len(levels)
 
-        def of(copies: list[Tensor], copy: int, part: float = part) -> Tensor:
+        def of(copies: list[Any], copy: int, part: float = part) -> Any:
             return copies[(copy + int(part * len(copies))) % len(copies)]
 
         if "packed" in kinds:
             candidates[f"{level} packed"] = lambda copy, op=ops.packed_linear, of=of: op(
                 x, of(weights.packed, copy), None, out_features, False
+            )
+        if weights.compressed:
+            candidates[f"{level} compressed"] = lambda copy, op=ops.compressed_linear, of=of: op(
+                x, *of(weights.compressed, copy), None, out_features, False
             )
         for name, (form, copies) in weights.quantized.items():
             candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form, of=of: (
@@ -191,6 +199,7 @@ def measure_rows(
         count += 1
     figures: dict[str, dict[str, float]] = {}
     sizes = {kind: copies[0].nbytes for kind, (_, copies) in weights.quantized.items()}
+    sizes["compressed"] = sum(tensor.nbytes for each in weights.compressed[:1] for tensor in each)
     for name, values in times.items():
         median = statistics.median(values)
         figures[name] = {

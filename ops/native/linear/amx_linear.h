@@ -24,7 +24,6 @@ constexpr int64_t kTileValues = 2 * kTileSteps;
 constexpr int kTileSize = kTileSteps * kPanel;             // four-byte units of a pair of tiles B
 constexpr int64_t kTileGroupBytes = 1 << 20;  // packed activations of a group of rows: half of a 2 MiB cache
 constexpr int64_t kPassTiles = 8;             // tiles of K at a time if a panel serves many blocks: 16 KiB
-constexpr int kLines = kTileSize / 16;                     // cache lines of 64 bytes in a pair of tiles B
 
 // The rows [0, rows) cut into blocks of one tile A each. All blocks except the last have the same height. Groups of
 // blocks have nearly equal sizes.
@@ -119,16 +118,26 @@ OSTINATO_INLINE void multiply_tiles(const TileRows& x, int64_t tile, const uint3
 // Weights to fetch into the second level cache while a block is multiplied: lines [first, last) of each pair of tiles
 // B.
 struct Upcoming {
-  const uint32_t* weight;  // null = nothing
+  const char* weight;  // null = nothing
+  int64_t tile_bytes;  // from one pair of tiles to the next
   int first;
   int last;
 };
 
+// The pairs of tiles B of a packed panel.
+struct PackedTiles {
+  const uint32_t* units;
+  const uint32_t* rest;  // the last pair, padded with zeros; null = there is none
+  int64_t num_whole;     // pairs before it
+
+  const uint32_t* operator()(int64_t tile) const { return tile == num_whole ? rest : units + tile * kTileSize; }
+};
+
 // sums [kBlocks * height][32] = x * w over tiles [first, last) of K, added to the values in `sums` unless `first` is 0.
-// `rest` holds the last tiles B, padded with zeros, or is null.
-template <int kBlocks>
-void multiply_blocks(const TileRows& x, const uint32_t* w, int64_t first, int64_t last, const uint32_t* rest,
-                     const Upcoming& upcoming, int height, float* sums) {
+// `w(tile)` returns a pair of tiles B.
+template <int kBlocks, class Tiles>
+void multiply_blocks(const TileRows& x, Tiles& w, int64_t first, int64_t last, const Upcoming& upcoming, int height,
+                     float* sums) {
   constexpr int64_t kStride = kPanel * 4;
   float* below = sums + height * kPanel;
   if (first == 0) {
@@ -146,15 +155,13 @@ void multiply_blocks(const TileRows& x, const uint32_t* w, int64_t first, int64_
       amx::load<3>(below + amx::kTileColumns, kStride);
     }
   }
-  const int64_t whole = rest == nullptr ? last : last - 1;
-  for (int64_t tile = first; tile < whole; ++tile) {
+  for (int64_t tile = first; tile < last; ++tile) {
     if (upcoming.weight != nullptr) {
-      const uint32_t* lines = upcoming.weight + tile * kTileSize;
-      for (int line = upcoming.first; line < upcoming.last; ++line) __builtin_prefetch(lines + line * 16, 0, 2);
+      const char* lines = upcoming.weight + tile * upcoming.tile_bytes;
+      for (int line = upcoming.first; line < upcoming.last; ++line) __builtin_prefetch(lines + line * 64, 0, 2);
     }
-    multiply_tiles<kBlocks>(x, tile, w + tile * kTileSize);
+    multiply_tiles<kBlocks>(x, tile, w(tile));
   }
-  if (rest != nullptr) multiply_tiles<kBlocks>(x, whole, rest);
   amx::store<0>(sums, kStride);
   amx::store<1>(sums + amx::kTileColumns, kStride);
   if constexpr (kBlocks == 2) {
@@ -179,10 +186,43 @@ void fetch_output(const Problem& p, int64_t row, int64_t rows, int64_t column) {
   for (int64_t r = row; r < row + rows; ++r) __builtin_prefetch(residual + r * p.residual_stride);
 }
 
-template <class Out>
+// Gives the worker the tiles of a packed panel.
+class PackedPanelTiles {
+ public:
+  using Weight = PackedWeight;
+
+  static constexpr int64_t kTileStride = kTileSize * 4;  // bytes from one pair of tiles to the next
+  static constexpr bool kOnceFetches = false;            // whether `once` prefetches by itself
+  static const char* memory(const PackedWeight& weight, int64_t panel) {
+    return reinterpret_cast<const char*>(weight.panel(panel));
+  }
+
+  PackedPanelTiles(const PackedWeight& weight, int64_t panel)
+      : tiles_{weight.panel(panel), nullptr, ceil_divide(weight.steps, kTileSteps)} {
+    if (const int64_t steps = weight.steps % kTileSteps; steps > 0) {
+      --tiles_.num_whole;
+      std::memset(rest_, 0, sizeof rest_);
+      std::memcpy(rest_, tiles_.units + tiles_.num_whole * kTileSize, steps * kPanel * 4);
+      tiles_.rest = rest_;
+    }
+  }
+
+  // Tiles [first, last), each of which is read for every pair of blocks.
+  PackedTiles many_times(int64_t, int64_t) const { return tiles_; }
+  // All tiles, each of which is read once, in ascending order.
+  PackedTiles once() const { return tiles_; }
+
+ private:
+  PackedTiles tiles_;
+  alignas(64) uint32_t rest_[kTileSize];
+};
+
+template <class Out, class PanelTiles = PackedPanelTiles>
 class TileWorker {
  public:
-  TileWorker(const Problem& problem, const PackedWeight& weight, const TileBlocks& blocks)
+  using Weight = typename PanelTiles::Weight;
+
+  TileWorker(const Problem& problem, const Weight& weight, const TileBlocks& blocks)
       : p_(problem), weight_(weight), blocks_(blocks), registers_(tile_shapes(blocks.height)) {}
   ~TileWorker() { fence_lines(); }
 
@@ -190,7 +230,7 @@ class TileWorker {
     const int64_t first = blocks_.first_block(group);
     const int64_t last = blocks_.first_block(group + 1);
     const int64_t panel_sums = (last - first) * blocks_.height * kPanel;
-    const int64_t num_sums = p_.unit == nullptr ? panel_sums : 2 * panel_sums;
+    const int64_t num_sums = p_.gated == nullptr ? panel_sums : 2 * panel_sums;
     sums_ = scratch(num_sums + (last - first) * blocks_.block_bytes() / 4);
     factor_sums_ = sums_ + panel_sums;
     const auto* x = static_cast<const BFloat16*>(p_.x);
@@ -206,18 +246,17 @@ class TileWorker {
   void multiply(int64_t group, int64_t panel) const {
     const int64_t column = panel * kPanel;
     const Range blocks{blocks_.first_block(group), blocks_.first_block(group + 1)};
-    const uint32_t* weight = weight_.panel(panel);
-    const uint32_t* next = panel + 1 < weight_.panels ? weight_.panel(panel + 1) : nullptr;
-    if (p_.unit == nullptr) {
+    const int64_t next = panel + 1 < weight_.panels ? panel + 1 : -1;
+    if (p_.gated == nullptr) {
       alignas(64) float bias[kPanel];
       load_bias<BFloat16>(p_, column, bias);
-      multiply_panel(blocks, weight, next, sums_, column, [&](const float* sums, int rows, int64_t row) {
+      multiply_panel(blocks, panel, next, sums_, column, [&](const float* sums, int rows, int64_t row) {
         write_rows<Out>(p_, sums, rows, bias, row, column);
       });
     } else if constexpr (std::is_same_v<Out, BFloat16>) {
-      const uint32_t* factors = p_.unit->factors.panel(panel);
+      const int64_t factors = weight_.panels + panel;
       const GatedPanel<Out> gated(p_, column);
-      multiply_panel(blocks, weight, factors, sums_, column, [](const float*, int, int64_t) {});
+      multiply_panel(blocks, panel, factors, sums_, column, [](const float*, int, int64_t) {});
       multiply_panel(blocks, factors, next, factor_sums_, column, [&](const float* sums, int rows, int64_t row) {
         gated.write(sums_ + (sums - factor_sums_), sums, rows, row);
       });
@@ -231,32 +270,31 @@ class TileWorker {
   };
 
   // Multiplies all blocks by a panel. Calls write(sums, rows, row) for one or two blocks at a time. Meanwhile the panel
-  // `next` is prefetched, unless it is null.
+  // `next` is prefetched, unless it is negative.
   template <class Write>
-  void multiply_panel(Range blocks, const uint32_t* weight, const uint32_t* next, float* sums, int64_t column,
-                      const Write& write) const {
-    alignas(64) uint32_t last_tiles[kTileSize];
-    const uint32_t* rest = nullptr;
-    if (const int64_t steps = weight_.steps % kTileSteps; steps > 0) {
-      std::memset(last_tiles, 0, sizeof last_tiles);
-      std::memcpy(last_tiles, weight + (blocks_.tiles - 1) * kTileSize, steps * kPanel * 4);
-      rest = last_tiles;
+  void multiply_panel(Range blocks, int64_t panel, int64_t next, float* sums, int64_t column, const Write& write) const {
+    PanelTiles tiles(weight_, panel);
+    const char* upcoming = next < 0 ? nullptr : PanelTiles::memory(weight_, next);
+    if (blocks.last - blocks.first <= 2) {
+      auto all = tiles.once();
+      const char* fetched = PanelTiles::kOnceFetches ? nullptr : upcoming;
+      return multiply_part(blocks, all, fetched, sums, {0, blocks_.tiles}, column, write);
     }
-    const bool in_parts = blocks.last - blocks.first > 2;
-    const int64_t pass = in_parts ? kPassTiles : blocks_.tiles;
-    for (int64_t tile = 0; tile < blocks_.tiles; tile += pass) {
-      const int64_t end = std::min(tile + pass, blocks_.tiles);
-      multiply_part(blocks, weight, next, sums, {tile, end}, end == blocks_.tiles ? rest : nullptr, column, write);
+    for (int64_t tile = 0; tile < blocks_.tiles; tile += kPassTiles) {
+      const int64_t end = std::min(tile + kPassTiles, blocks_.tiles);
+      auto some = tiles.many_times(tile, end);
+      multiply_part(blocks, some, upcoming, sums, {tile, end}, column, write);
     }
   }
 
   // Multiplies some tiles of K for all blocks. After the last tiles, writes the result.
-  template <class Write>
-  void multiply_part(Range blocks, const uint32_t* weight, const uint32_t* next, float* sums, Range tiles,
-                     const uint32_t* rest, int64_t column, const Write& write) const {
+  template <class Tiles, class Write>
+  void multiply_part(Range blocks, Tiles& weight, const char* next, float* sums, Range tiles, int64_t column,
+                     const Write& write) const {
+    constexpr int kLines = PanelTiles::kTileStride / 64;
     const bool is_last = tiles.last == blocks_.tiles;
     const auto pairs = static_cast<int>((blocks.last - blocks.first + 1) / 2);
-    Upcoming upcoming{next, 0, 0};
+    Upcoming upcoming{next, PanelTiles::kTileStride, 0, 0};
     TileRows x = activations_;
     for (int pair = 0; pair < pairs; ++pair, x.data += 2 * x.block_bytes, sums += 2 * blocks_.height * kPanel) {
       const int64_t block = blocks.first + 2 * pair;
@@ -267,16 +305,16 @@ class TileWorker {
       upcoming.first = kLines * pair / pairs;
       upcoming.last = kLines * (pair + 1) / pairs;
       if (end - block == 2) {
-        multiply_blocks<2>(x, weight, tiles.first, tiles.last, rest, upcoming, blocks_.height, sums);
+        multiply_blocks<2>(x, weight, tiles.first, tiles.last, upcoming, blocks_.height, sums);
       } else {
-        multiply_blocks<1>(x, weight, tiles.first, tiles.last, rest, upcoming, blocks_.height, sums);
+        multiply_blocks<1>(x, weight, tiles.first, tiles.last, upcoming, blocks_.height, sums);
       }
       if (is_last) write(sums, static_cast<int>(rows), row);
     }
   }
 
   const Problem& p_;
-  const PackedWeight& weight_;
+  const Weight& weight_;
   const TileBlocks& blocks_;
   const amx::TileScope registers_;
   TileRows activations_{};
@@ -284,9 +322,9 @@ class TileWorker {
   float* factor_sums_ = nullptr;  // the same for the factors of a gated linear unit
 };
 
-template <class Out>
-void run_tiles(const Problem& problem, const PackedWeight& weight) {
-  run_panels<TileWorker<Out>>(streamed<Out>(problem), weight, TileBlocks(problem.rows, weight.steps));
+template <class Out, class PanelTiles = PackedPanelTiles>
+void run_tiles(const Problem& problem, const typename PanelTiles::Weight& weight) {
+  run_panels<TileWorker<Out, PanelTiles>>(streamed<Out>(problem), weight, TileBlocks(problem.rows, weight.steps));
 }
 
 }  // namespace ostinato::linear

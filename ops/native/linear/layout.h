@@ -40,6 +40,8 @@ struct PackedWeight {
   }
 
   const uint32_t* panel(int64_t index) const { return units + index * steps * kPanel; }
+  // The first half of the panels. Those of the other half follow, from panel(panels) on.
+  PackedWeight first_half() const { return {units, panels / 2, steps}; }
   int64_t bytes() const { return panels * steps * kPanel * 4; }
 
   const uint32_t* units;

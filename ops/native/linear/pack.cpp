@@ -1,23 +1,11 @@
 // The ops that write packed linear weights and read their rows. pack_linear packs a matrix. packed_rows reads rows
 // back, so an embedding that shares the output layer's weight needs no second copy.
+#include "linear/give_rows.h"
+#include "linear/pack_columns.h"
 #include "linear/tasks.h"
-#include "linear/transpose.h"
 
 namespace ostinato::linear {
 namespace {
-
-// Writes rows [0, columns) of a row-major matrix as columns of one panel.
-void pack_columns(const char* rows, int64_t row_bytes, int columns, int64_t in_bytes, int64_t steps, uint32_t* panel) {
-  const int64_t whole = in_bytes / 4;
-  transpose_units(rows, row_bytes, columns, whole, panel, kPanel);
-  if (whole < steps) {
-    for (int column = 0; column < columns; ++column) {
-      uint32_t unit = 0;
-      std::memcpy(&unit, rows + column * row_bytes + whole * 4, in_bytes - whole * 4);
-      panel[whole * kPanel + column] = unit;
-    }
-  }
-}
 
 // pack_linear(Tensor(a!) packed, Tensor weight, SymInt first_row) -> ()
 void pack_linear(Call& call) {
@@ -57,38 +45,13 @@ void packed_rows(Call& call) {
   const int64_t out_features = call.integer();
   const int64_t in_features = call.integer();
   const PackedWeight packed(weight, out_features, in_features);
-  const bool wide = ids.dtype == DType::int64;
-  OSTINATO_CHECK(ids.dim == 1 && (wide || ids.dtype == DType::int32), "ids must be an int64 or int32 vector");
-  const int64_t element_bytes = 4 / elements_per_step(weight.dtype);
-  const int64_t row_bytes = in_features * element_bytes;
+  const int64_t row_bytes = in_features * (4 / elements_per_step(weight.dtype));
   const int64_t whole_steps = row_bytes / 4;
-  const int64_t num_rows = ids.sizes[0];
-  const int64_t sizes[] = {num_rows, in_features};
-  const Tensor out = call.empty(sizes, 2, weight.dtype);
-  std::atomic<int64_t> wrong_row{-1};
-  const int workers = workers_for(call.threads(), num_rows * packed.steps * 64, num_rows);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = num_rows * (worker + 1) / workers;
-    for (int64_t row = num_rows * worker / workers; row < last; ++row) {
-      const int64_t offset = row * ids.strides[0];
-      const int64_t id = wide ? ids.as<int64_t>()[offset] : ids.as<int32_t>()[offset];
-      if (id < 0 || id >= out_features) {
-        wrong_row = row;
-        return;
-      }
-      const uint32_t* units = packed.panel(id / kPanel) + id % kPanel;
-      char* target = out.as<char>() + row * row_bytes;
-      for (int64_t step = 0; step < whole_steps; ++step) std::memcpy(target + step * 4, units + step * kPanel, 4);
-      std::memcpy(target + whole_steps * 4, units + whole_steps * kPanel, row_bytes - whole_steps * 4);
-    }
+  give_rows(call, ids, out_features, in_features, weight.dtype, packed.steps * 64, [&](int64_t id, char* target) {
+    const uint32_t* units = packed.panel(id / kPanel) + id % kPanel;
+    for (int64_t step = 0; step < whole_steps; ++step) std::memcpy(target + step * 4, units + step * kPanel, 4);
+    std::memcpy(target + whole_steps * 4, units + whole_steps * kPanel, row_bytes - whole_steps * 4);
   });
-  if (wrong_row >= 0) {
-    const int64_t offset = wrong_row * ids.strides[0];
-    const int64_t id = wide ? ids.as<int64_t>()[offset] : ids.as<int32_t>()[offset];
-    if (out.handle != nullptr) aoti_torch_delete_tensor_object(out.handle);
-    OSTINATO_CHECK(false, "ids[", wrong_row.load(), "] is ", id, ", not a row of the weight: 0 to ", out_features - 1);
-  }
-  call.give(out);
 }
 
 }  // namespace

@@ -55,10 +55,34 @@ void pack_activations(const typename Kind::Element* x, int64_t row_stride, int r
   if constexpr (Kind::kFloats == 2) widen_pairs(units, rows, steps, packed);
 }
 
-template <class Kind, class Out>
+// Gives the tiles the steps of a packed panel.
+class PackedSteps {
+ public:
+  using Weight = PackedWeight;
+  static constexpr int64_t kMost = kStepsPerPass;  // steps at a time
+  static constexpr int kFewRows = 0;               // no rows that it multiplies by itself
+
+  PackedSteps(const PackedWeight& weight, int64_t panel) : units_(weight.panel(panel)) {}
+
+  const uint32_t* at(int64_t step, int64_t) const { return units_ + step * kPanel; }
+
+  // What is prefetched while a block of rows is multiplied by the steps. Several blocks fetch the next steps together.
+  // Otherwise the first block would wait for memory.
+  Fetch fetch(int64_t step, int64_t steps, int64_t block, int64_t blocks, int rows) const {
+    if (blocks == 1) return Fetch::ahead(at(step, steps), rows);
+    return Fetch::share(at(step + steps, steps), steps * kPanel * 4, steps, block, blocks, rows);
+  }
+
+ private:
+  const uint32_t* units_;
+};
+
+template <class Kind, class Out, class Steps = PackedSteps>
 class RowWorker {
  public:
-  RowWorker(const Problem& problem, const PackedWeight& weight, const RowGroups& groups)
+  using Weight = typename Steps::Weight;
+
+  RowWorker(const Problem& problem, const Weight& weight, const RowGroups& groups)
       : p_(problem), weight_(weight), groups_(groups) {}
 
   void pack(int64_t group) {
@@ -81,14 +105,14 @@ class RowWorker {
     alignas(64) float sums[kMaxGroupRows * kPanel];
     const int64_t column = panel * kPanel, row = groups_.first_row(group);
     const int rows = static_cast<int>(groups_.first_row(group + 1) - row);
-    sum_panel(group, weight_.panel(panel), sums);
-    if (p_.unit == nullptr) {
+    sum_panel(group, panel, sums);
+    if (p_.gated == nullptr) {
       alignas(64) float bias[kPanel];
       load_bias<Element>(p_, column, bias);
       write_rows<Out>(p_, sums, rows, bias, row, column);
     } else if constexpr (std::is_same_v<Element, Out>) {
       alignas(64) float factors[kMaxGroupRows * kPanel];
-      sum_panel(group, p_.unit->factors.panel(panel), factors);
+      sum_panel(group, weight_.panels + panel, factors);
       GatedPanel<Out>(p_, column).write(sums, factors, rows, row);
     }
   }
@@ -100,29 +124,47 @@ class RowWorker {
   int64_t packed_floats(int64_t rows) const { return rows * weight_.steps * Kind::kFloats; }
 
   // sums [rows of the group][kPanel] = activations times a panel.
-  void sum_panel(int64_t group, const uint32_t* weight, float* sums) const {
-    const int64_t first_row = groups_.first_row(group);
-    const int64_t first_block = groups_.first_block(group);
-    const int64_t blocks = groups_.first_block(group + 1) - first_block;
-    for (int64_t step = 0; step < weight_.steps; step += kStepsPerPass) {
-      const int64_t steps = std::min(kStepsPerPass, weight_.steps - step);
-      const uint32_t* units = weight + step * kPanel;
-      int64_t row = first_row;
-      for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t next_row = groups_.blocks.begin(first_block + block + 1);
-        const int rows = static_cast<int>(next_row - row);
-        float* block_sums = sums + (row - first_row) * kPanel;
-        const float* values = activations_ + packed_floats(row - first_row) + step * rows * Kind::kFloats;
-        // Several blocks fetch the next part of the weights together. Otherwise the first block would wait for memory.
-        const Fetch fetch = blocks > 1 ? Fetch::share(units, steps, block, blocks, rows) : Fetch::ahead(units, rows);
-        kTiles<Kind>[rows - 1](values, units, steps, block_sums, step > 0, fetch);
-        row = next_row;
+  void sum_panel(int64_t group, int64_t panel, float* sums) const {
+    constexpr bool in_parts = Steps::kMost < kStepsPerPass;
+    alignas(64) float later_sums[in_parts ? kMaxGroupRows * kPanel : 1];
+    const int64_t rows = groups_.first_row(group + 1) - groups_.first_row(group);
+    Steps weight(weight_, panel);
+    for (int64_t pass = 0; pass < weight_.steps; pass += kStepsPerPass) {
+      const int64_t end = std::min(pass + kStepsPerPass, weight_.steps);
+      if constexpr (Steps::kFewRows > 0) {
+        if (p_.rows <= Steps::kFewRows) {
+          weight.multiply(activations_ + pass * rows, pass, end, static_cast<int>(rows), sums);
+          continue;
+        }
       }
+      float* pass_sums = in_parts && pass > 0 ? later_sums : sums;
+      for (int64_t step = pass; step < end; step += Steps::kMost) {
+        const Sum mode = step > pass ? Sum::go_on : pass_sums == sums && pass > 0 ? Sum::add : Sum::begin;
+        multiply_steps(group, weight, step, std::min(Steps::kMost, end - step), mode, pass_sums);
+      }
+      if (pass_sums == sums) continue;
+      for (int64_t i = 0; i < rows * kPanel; i += F32::width) store(sums + i, load(sums + i) + load(pass_sums + i));
+    }
+  }
+
+  // Multiplies all blocks of a group by some steps of a panel.
+  void multiply_steps(int64_t group, Steps& weight, int64_t step, int64_t steps, Sum mode, float* sums) const {
+    const uint32_t* units = weight.at(step, steps);
+    const int64_t first_block = groups_.first_block(group), first_row = groups_.first_row(group);
+    const int64_t blocks = groups_.first_block(group + 1) - first_block;
+    int64_t row = first_row;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t next_row = groups_.blocks.begin(first_block + block + 1);
+      const int rows = static_cast<int>(next_row - row);
+      const float* values = activations_ + packed_floats(row - first_row) + step * rows * Kind::kFloats;
+      kTiles<Kind>[rows - 1](values, units, steps, sums + (row - first_row) * kPanel, mode,
+                             weight.fetch(step, steps, block, blocks, rows));
+      row = next_row;
     }
   }
 
   const Problem& p_;
-  const PackedWeight& weight_;
+  const Weight& weight_;
   const RowGroups& groups_;
   const float* activations_ = nullptr;
 };

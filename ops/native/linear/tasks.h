@@ -79,13 +79,6 @@ void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, c
   });
 }
 
-// The second half of a gated linear unit: the result is activation(x * gates) * (x * factors). The weight of the call is
-// the half of the gates.
-struct GatedUnit {
-  activation::Activation kind;
-  PackedWeight factors;  // as many whole panels as the gates have
-};
-
 // A call's arguments and result besides the weight.
 struct Problem {
   const void* x;
@@ -101,7 +94,9 @@ struct Problem {
   const int32_t* out_rows = nullptr;  // for each row of x, the row of `out` for its result; null = the same row
   // for each column of the weight, the element of x that it multiplies; null = the same
   const int32_t* order = nullptr;
-  const GatedUnit* unit = nullptr;  // if not null, `bias` has the biases of the gates and then of the factors
+  // If not null, the result is activation(x * gates) * (x * factors). The weight of the call is the first half of a
+  // matrix: the gates. As many panels of factors follow. `bias` has the biases of the gates and then of the factors.
+  const activation::Activation* gated = nullptr;
   // Whole cache lines of the result are written to memory without being read first. A panel writes one line of each
   // row. The lines are a row apart, so the processor does not prefetch them, and a matrix unit that waits for them
   // loses a third of its rate (6144 columns of 512 rows). A worker that streams calls `fence_lines` at its end.
@@ -273,10 +268,10 @@ class GatedPanel {
       }
       Out* place = static_cast<Out*>(p_.out) + (row + r) * p_.out_features + column_;
       if (!p_.streams || reinterpret_cast<uintptr_t>(place) % 64 != 0) {
-        activation::activate_row(p_.unit->kind, gate, factor, kPanel, place);
+        activation::activate_row(*p_.gated, gate, factor, kPanel, place);
         continue;
       }
-      activation::activate_row(p_.unit->kind, gate, factor, kPanel, gate);
+      activation::activate_row(*p_.gated, gate, factor, kPanel, gate);
       for (int c = 0; c < kPanel; c += 64 / static_cast<int>(sizeof(Out))) stream_line(place + c, gate + c);
     }
   }

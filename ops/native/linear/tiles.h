@@ -40,12 +40,12 @@ struct Fetch {
   // Nothing: all weights are in the first level cache already.
   static Fetch none(const uint32_t* w) { return {reinterpret_cast<const char*>(w), 0, 0}; }
 
-  // All blocks are now multiplied by the `steps` steps at `w`. This is a block's share of the `steps` steps after them.
-  static Fetch share(const uint32_t* w, int64_t steps, int64_t block, int64_t blocks, int rows) {
-    const int64_t bytes = steps * kPanel * 4 / blocks;
+  // All blocks are now multiplied by `steps` steps. This is a block's share of the `num_bytes` at `next`, which the
+  // next steps need.
+  static Fetch share(const void* next, int64_t num_bytes, int64_t steps, int64_t block, int64_t blocks, int rows) {
+    const int64_t bytes = num_bytes / blocks;
     const int64_t columns = vectors_for(rows) * F32::width;
-    const char* next = reinterpret_cast<const char*>(w + steps * kPanel);
-    return {next + bytes * block, ceil_divide(bytes * columns, kPanel * steps), bytes / kPanel};
+    return {static_cast<const char*>(next) + bytes * block, ceil_divide(bytes * columns, kPanel * steps), bytes / kPanel};
   }
 
   const char* begin;
@@ -149,9 +149,13 @@ struct BFloat16Pairs {
 
 #endif
 
-// sums[R][32] = x[steps][R] * w[steps][32]. If `add` is set, the products are added to `sums`.
+// How the products of a tile are summed: from zero; as the next products of the sums in memory; or from zero, and then
+// added to the sums in memory.
+enum class Sum { begin, go_on, add };
+
+// sums[R][32] = x[steps][R] * w[steps][32], as `mode` says.
 template <class Kind, int R>
-void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add, const Fetch& fetch) {
+void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, Sum mode, const Fetch& fetch) {
   constexpr int V = vectors_for(R);
   constexpr bool tall = R > kMaxRows / 2;
   for (int column = 0; column < kPanel; column += V * F32::width) {
@@ -159,7 +163,9 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sum[r][v] = broadcast(0.0f);
+      for (int v = 0; v < V; ++v) {
+        sum[r][v] = mode == Sum::go_on ? load(sums + r * kPanel + column + v * F32::width) : broadcast(0.0f);
+      }
     }
     const float* values = x;
     const uint32_t* units = w + column;
@@ -192,13 +198,13 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         float* target = out + r * kPanel + v * F32::width;
-        store(target, add ? load(target) + sum[r][v] : sum[r][v]);
+        store(target, mode == Sum::add ? load(target) + sum[r][v] : sum[r][v]);
       }
     }
   }
 }
 
-using Tile = void (*)(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add, const Fetch& fetch);
+using Tile = void (*)(const float* x, const uint32_t* w, int64_t steps, float* sums, Sum mode, const Fetch& fetch);
 
 template <class Kind, int... R>
 constexpr std::array<Tile, sizeof...(R)> make_tiles(std::integer_sequence<int, R...>) {

@@ -160,6 +160,7 @@ class Float8TileWorker {
       const bool is_last = number + 1 == weight_.groups;
       const Group group = group_at(panel, number);
       widen_tiles(group, 0, group.tiles, tiles);
+      const PackedTiles pairs{tiles, nullptr, group.tiles};
       load_scales(weight_.format, group.header, scales);
       TileRows x = x_of_group;
       x_of_group.data += group.tiles * x.tile_bytes;
@@ -171,9 +172,9 @@ class Float8TileWorker {
         const int64_t rows = blocks_.row(end) - row;
         if (is_last) fetch_output<Out>(p_, row, rows, column);
         if (end - block == 2) {
-          multiply_blocks<2>(x, tiles, 0, group.tiles, nullptr, {}, blocks_.height, part);
+          multiply_blocks<2>(x, pairs, 0, group.tiles, {}, blocks_.height, part);
         } else {
-          multiply_blocks<1>(x, tiles, 0, group.tiles, nullptr, {}, blocks_.height, part);
+          multiply_blocks<1>(x, pairs, 0, group.tiles, {}, blocks_.height, part);
         }
         add_scaled(part, scales, rows, number == 0, sums);
         if (is_last) write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);

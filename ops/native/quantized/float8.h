@@ -299,7 +299,7 @@ class Float8RowWorker {
         if (in_registers) {
           multiply_few(x, data, steps, rows, part);
         } else {
-          kTiles<Kind>[rows - 1](x, widened, steps * kUnits, part, false, Fetch::none(widened));
+          kTiles<Kind>[rows - 1](x, widened, steps * kUnits, part, Sum::begin, Fetch::none(widened));
         }
         add_scaled(part, scales, rows, step == 0, block_sums);
         if (step + steps == weight_.steps) write_rows<Out>(p_, block_sums, rows, bias, row, column);

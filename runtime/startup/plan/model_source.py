@@ -49,6 +49,7 @@ from ostinato.ops.parallel.handoff import HiddenShape
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.memory.group_choice import choose_groups, draft_groups
+from ostinato.runtime.startup.bundles import compression
 from ostinato.runtime.startup.plan.adapter_space import adapter_space
 from ostinato.runtime.startup.plan.audio_source import cross_space, read_audio
 from ostinato.runtime.startup.plan.default_drafts import with_default_drafts
@@ -391,9 +392,9 @@ def _choose_weights(
     Raises:
         StartupError: no kernel supports the quantization with this device, dtype or setting.
     """
-    pack = config.graphs.pack_weights
+    packing = {"pack": config.graphs.pack_weights, "compress": compression(config)}
     try:
-        return choose_weights(config.model, checkpoint, pack=pack, device=device, dtype=dtype)
+        return choose_weights(config.model, checkpoint, **packing, device=device, dtype=dtype)
     except ValueError as error:
         raise StartupError(str(error)) from error
 

@@ -23,7 +23,7 @@ from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
-from ostinato.ops.linear import unpack_linear_weight
+from ostinato.ops.linear.packed_linear import unpack_linear_weight
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
 CPU = torch.device("cpu")

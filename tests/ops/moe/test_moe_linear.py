@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.ops.linear import pack_linear_weight
+from ostinato.ops.linear.packed_linear import pack_linear_weight
 from ostinato.ops.moe.moe_linear import moe_linear, packed_moe_linear
 from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import QuantFormat

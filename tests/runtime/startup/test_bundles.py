@@ -33,6 +33,7 @@ from ostinato.runtime.startup.bundles import (
     prepare_kernels,
 )
 
+BFLOAT16 = "core-bfloat16-compressed" if detect_isa() == "amx" else "core-bfloat16"
 DENSE = ModelSection()
 DRAFT = SpeculationConfig(method=SpeculationMethod.draft, model="a-hub/draft")
 INT4 = ModelSection(quantization=Quantization.int4)
@@ -89,18 +90,20 @@ def test_only_a_quantised_model_has_the_quantised_kernels_built() -> None:
     adapted = EngineConfig(model=DENSE, lora=LoraConfig(max_adapters=1))
     assert kernel_libraries(adapted) == ("core", "adapters")
     graphs = GraphConfig(bundle=False)
-    assert prepare(DENSE, graphs) == ["core-bfloat16"]
-    assert there() == ["core-bfloat16"]
+    assert prepare(DENSE, graphs) == [BFLOAT16]
+    assert there() == [BFLOAT16]
     assert prepare(INT4, graphs) == ["quantized"]
-    assert there() == ["quantized", "core-bfloat16"]
+    assert there() == ["quantized", BFLOAT16]
     assert prepare(INT4, graphs) == []
 
 
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        (EngineConfig(), "core-bfloat16"),
-        (EngineConfig(model=INT4), "core-bfloat16"),
+        (EngineConfig(), BFLOAT16),
+        (EngineConfig(model=INT4), BFLOAT16),
+        (EngineConfig(graphs=GraphConfig(compress_weights=True)), "core-bfloat16-compressed"),
+        (EngineConfig(graphs=GraphConfig(compress_weights=False)), "core-bfloat16"),
         (EngineConfig(model=ModelSection(dtype=DType.float32)), "core-float32"),
         (EngineConfig(model=ModelSection(dtype=DType.float16)), None),
         (EngineConfig(model=ModelSection(config={"dtype": "float32"})), "core-float32"),
@@ -145,7 +148,7 @@ def test_kernels_are_taken_from_a_bundle(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert there() == []
     assert prepare(INT4, graphs) == [], "a kernel that the bundle has is compiled again"
-    assert there() == ["quantized", "core-bfloat16"]
+    assert there() == ["quantized", BFLOAT16]
 
 
 def test_nothing_is_built_that_is_not_called() -> None:

@@ -101,7 +101,7 @@ def pack_linear_rows(packed: Tensor, weight: Tensor, first_row: int) -> None:
     reason = why_unpackable(weight)
     if reason is not None:
         raise ValueError(f"this weight cannot be packed: {reason}")
-    load_core(weight.dtype)
+    load_core(f"core-{str(weight.dtype).removeprefix('torch.')}")
     _pack_linear(packed, weight.detach(), first_row)
 
 

@@ -1,0 +1,164 @@
+// The ops that write compressed linear weights and read their rows (compressed.h).
+#include "linear/compressed.h"
+#include "linear/give_rows.h"
+#include "linear/pack_columns.h"
+
+#include <memory>
+#include <vector>
+
+namespace ostinato::linear {
+namespace {
+
+constexpr int kSampledSteps = 8;  // one of this many steps is counted to choose the exponents
+constexpr uint32_t kExceptionLimit = 64;  // a chunk's exceptions, on average, up to which compression saves memory
+
+int exponent_of(uint16_t value) { return value >> 7 & 0xff; }
+
+// The lowest of the 15 successive exponents that most values have. Values are not zero or subnormal.
+int choose_lowest(const uint16_t* values, int64_t steps) {
+  uint32_t counts[256] = {};
+  for (int64_t step = 0; step < steps; step += kSampledSteps) {
+    for (int i = 0; i < 64; ++i) ++counts[exponent_of(values[step * 64 + i])];
+  }
+  uint32_t sum = 0;
+  for (int exponent = 1; exponent < kCodes; ++exponent) sum += counts[exponent];
+  uint32_t most = sum;
+  int lowest = 1;
+  for (int first = 2; first + kCodes - 2 < 256; ++first) {
+    sum += counts[first + kCodes - 2] - counts[first - 1];
+    if (sum >= most && sum > 0) {
+      most = sum;
+      lowest = first;
+    }
+  }
+  return lowest;
+}
+
+// Writes the bytes of one step, and its codes into the low (shift 0) or high (shift 4) bits. Returns whether an exponent
+// has no code.
+bool compress_step(const uint16_t* values, int lowest, int shift, uint8_t* codes, uint8_t* bytes) {
+  uint32_t wrong = 0;
+  for (int group = 0; group < 8; ++group) {
+    const uint16_t* from = values + group * 8;
+    const int place = place_in_line(group * 8);
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t value = from[i], exponent = value >> 7 & 0xff;
+      const uint32_t code = exponent == 0 ? 0 : exponent - lowest + 1;
+      const bool is_wrong = exponent != 0 && exponent - lowest >= kCodes - 1u;
+      wrong |= is_wrong;
+      bytes[place + i] = static_cast<uint8_t>((value >> 8 & 0x80) | (value & 0x7f));
+      codes[place + i] |= static_cast<uint8_t>((is_wrong ? 0 : code) << shift);
+    }
+  }
+  return wrong != 0;
+}
+
+// Compresses the units of a panel, and appends its exceptions, or all units if it has many. Steps are a multiple of a
+// chunk's. The header's offset is that in `aside`.
+void compress_panel(const uint32_t* units, int64_t steps, uint8_t* panel, std::vector<uint8_t>& aside) {
+  const auto* values = reinterpret_cast<const uint16_t*>(units);
+  const int lowest = choose_lowest(values, steps);
+  PanelHeader header{};
+  for (int code = 1; code < kCodes; ++code) header.exponents[code] = static_cast<uint8_t>(lowest + code - 1);
+  header.offset = aside.size();
+  uint8_t* pair = panel + sizeof header;
+  const auto limit = static_cast<uint64_t>(kExceptionLimit) * steps / kChunkSteps;
+  for (int64_t step = 0; step < steps; step += 2, pair += kStepPairBytes) {
+    std::memset(pair, 0, 64);
+    for (int i = 0; i < 2; ++i) {
+      const uint16_t* of_step = values + (step + i) * 64;
+      if (!compress_step(of_step, lowest, 4 * i, pair, pair + 64 * (i + 1)) || header.count > limit) continue;
+      for (int v = 0; v < 64; ++v) {
+        const int exponent = exponent_of(of_step[v]);
+        if (exponent == 0 || (exponent >= lowest && exponent < lowest + kCodes - 1)) continue;
+        const Exception exception{static_cast<uint32_t>((step + i) * 64 + v), of_step[v], 0};
+        const auto* data = reinterpret_cast<const uint8_t*>(&exception);
+        aside.insert(aside.end(), data, data + sizeof exception);
+        ++header.count;
+      }
+    }
+  }
+  if (header.count > limit) {
+    header.count = PanelHeader::kWhole;
+    aside.resize(header.offset);
+    const auto* data = reinterpret_cast<const uint8_t*>(units);
+    aside.insert(aside.end(), data, data + steps * kPanel * 4);
+    std::memset(panel + sizeof header, 0, steps / 2 * kStepPairBytes);
+  }
+  aside.resize(ceil_divide(static_cast<int64_t>(aside.size()), 64) * 64);
+  std::memcpy(panel, &header, sizeof header);
+}
+
+// compress_linear(Tensor(a!) compressed, Tensor weight, SymInt first_row) -> Tensor
+void compress_linear(Call& call) {
+  const Tensor compressed = call.tensor();
+  const Tensor weight = call.tensor();
+  const int64_t first_row = call.integer();
+  OSTINATO_CHECK(weight.dtype == DType::bfloat16 && weight.dim == 2 && (weight.sizes[1] <= 1 || weight.strides[1] == 1),
+                 "a weight to compress must be a bfloat16 matrix with contiguous rows");
+  const int64_t in_features = weight.sizes[1];
+  OSTINATO_CHECK(compressed.dim == 2 && first_row >= 0 && first_row % kPanel == 0 &&
+                     first_row + weight.sizes[0] <= compressed.sizes[0] * kPanel,
+                 "rows ", first_row, " to ", first_row + weight.sizes[0], " must begin a panel of 32 rows, and fit into ",
+                 compressed.dim > 0 ? compressed.sizes[0] : 0, " panels");
+  const int64_t steps = ceil_divide(in_features, 2), whole_steps = ceil_divide(steps, kChunkSteps) * kChunkSteps;
+  const int64_t panel_bytes = static_cast<int64_t>(sizeof(PanelHeader)) + whole_steps / 2 * kStepPairBytes;
+  OSTINATO_CHECK(compressed.dtype == DType::uint8 && compressed.sizes[1] == panel_bytes &&
+                     compressed.strides[1] == 1 && (compressed.sizes[0] <= 1 || compressed.strides[0] == panel_bytes),
+                 "compressed must be a contiguous uint8 matrix with ", panel_bytes, " bytes in a row");
+  const int64_t first_panel = first_row / kPanel, panels = ceil_divide(weight.sizes[0], kPanel);
+  const int workers = workers_for(call.threads(), panels * whole_steps * kPanel * 4, panels);
+  std::vector<std::vector<uint8_t>> aside(workers);
+  const auto first_of = [&](int64_t worker) { return panels * worker / workers; };
+  call.threads().run(workers, [&](int worker) {
+    const int64_t units = whole_steps * kPanel;
+    const std::unique_ptr<uint32_t[]> packed(new uint32_t[units]);
+    for (int64_t panel = first_of(worker); panel < first_of(worker + 1); ++panel) {
+      const int64_t row = panel * kPanel;
+      const int columns = static_cast<int>(std::min<int64_t>(kPanel, weight.sizes[0] - row));
+      if (columns < kPanel) std::memset(packed.get(), 0, units * 4);
+      std::memset(packed.get() + in_features / 2 * kPanel, 0, (units - in_features / 2 * kPanel) * 4);
+      pack_columns(weight.as<char>() + row * weight.strides[0] * 2, weight.strides[0] * 2, columns, in_features * 2, steps,
+                   packed.get());
+      compress_panel(packed.get(), whole_steps, compressed.as<uint8_t>() + (first_panel + panel) * panel_bytes,
+                     aside[worker]);
+    }
+  });
+  uint64_t total = 0;
+  for (int worker = 0; worker < workers; total += aside[worker++].size()) {
+    for (int64_t panel = first_of(worker); panel < first_of(worker + 1); ++panel) {
+      reinterpret_cast<PanelHeader*>(compressed.as<uint8_t>() + (first_panel + panel) * panel_bytes)->offset += total;
+    }
+  }
+  const int64_t sizes[] = {std::max<int64_t>(static_cast<int64_t>(total), 64)};
+  const Tensor exceptions = call.empty(sizes, 1, DType::uint8);
+  std::memset(exceptions.data, 0, 64);
+  char* target = exceptions.as<char>();
+  for (const std::vector<uint8_t>& part : aside) {
+    if (!part.empty()) std::memcpy(target, part.data(), part.size());
+    target += part.size();
+  }
+  call.give(exceptions);
+}
+
+// compressed_rows(Tensor weight, Tensor exceptions, Tensor ids, SymInt out_features, SymInt in_features) -> Tensor
+void compressed_rows(Call& call) {
+  const Tensor weight = call.tensor();
+  const Tensor exceptions = call.tensor();
+  const Tensor ids = call.tensor();
+  const int64_t out_features = call.integer();
+  const int64_t in_features = call.integer();
+  const CompressedWeight compressed(weight, exceptions, out_features, in_features);
+  const int64_t traffic = compressed.steps * 96;
+  give_rows(call, ids, out_features, in_features, DType::bfloat16, traffic, [&](int64_t id, char* target) {
+    PanelReader panel(compressed, id / kPanel);
+    panel.read_column(static_cast<int>(id % kPanel), in_features, reinterpret_cast<BFloat16*>(target));
+  });
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(compress_linear, compress_linear);
+OSTINATO_KERNEL(compressed_rows, compressed_rows);
+
+}  // namespace ostinato::linear

@@ -1,0 +1,110 @@
+// Widens the steps of a compressed panel for the tiles of tiles.h. Few rows are multiplied by weights that are widened
+// in registers.
+//
+// The sums have the order of those over packed weights (row_worker.h), so they have the same bits.
+#pragma once
+
+#include "linear/compressed.h"
+#include "linear/row_worker.h"
+
+#include <array>
+#include <utility>
+
+namespace ostinato::linear {
+
+#if OSTINATO_ISA >= 3
+// sums[R][32] += or = x[steps][R] * the steps [first, last) of a panel, which is one pass. `first` begins a chunk.
+template <int R>
+void multiply_compressed(const float* x, PanelReader& panel, int64_t first, int64_t last, float* sums) {
+  constexpr int V = kPanel / F32::width;
+  F32 sum[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) sum[r][v] = broadcast(0.0f);
+  }
+  const auto add_step = [&](const __m512i* units) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r, ++x) {
+      const auto pair = (__m512bh)broadcast(*x).v;
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) sum[r][v].v = _mm512_dpbf16_ps(sum[r][v].v, pair, (__m512bh)units[v]);
+    }
+  };
+  for (int64_t step = first; step < last; step += kChunkSteps) {
+    const int64_t chunk = step / kChunkSteps;
+    if (panel.is_whole() || panel.has_exceptions(chunk) || last - step < kChunkSteps) {
+      alignas(64) uint32_t buffer[kChunkUnits];
+      const uint32_t* units = panel.is_whole() ? panel.whole() + step * kPanel : buffer;
+      if (!panel.is_whole()) panel.widen_chunk(chunk, buffer);
+      const int64_t steps = std::min<int64_t>(kChunkSteps, last - step);
+      for (int64_t i = 0; i < steps; ++i, units += kPanel) {
+        const __m512i step_units[] = {_mm512_loadu_si512(units), _mm512_loadu_si512(units + 16)};
+        add_step(step_units);
+      }
+    } else {
+      const uint8_t* pair = panel.chunk(chunk);
+      for (int i = 0; i < kChunkSteps; i += 2, pair += kStepPairBytes) {
+        __m512i units[4];
+        panel.widener().widen(pair, units);
+        add_step(units);
+        add_step(units + 2);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      float* target = sums + r * kPanel + v * F32::width;
+      store(target, first > 0 ? load(target) + sum[r][v] : sum[r][v]);
+    }
+  }
+}
+
+using MultiplyCompressed = void (*)(const float* x, PanelReader& panel, int64_t first, int64_t last, float* sums);
+
+template <int... R>
+constexpr std::array<MultiplyCompressed, sizeof...(R)> make_multiply_compressed(std::integer_sequence<int, R...>) {
+  return {&multiply_compressed<R + 1>...};
+}
+#endif
+
+class CompressedSteps {
+ public:
+  using Weight = CompressedWeight;
+  static constexpr int64_t kMost = 4 * kChunkSteps;  // at a time: 8 KiB when widened
+  // Up to which widening weights anew for each step of K is faster than storing them.
+  static constexpr int kFewRows = OSTINATO_ISA >= 3 ? 8 : 0;
+
+  CompressedSteps(const CompressedWeight& weight, int64_t panel) : panel_(weight, panel) {}
+
+  // The units of steps [step, step + steps), which begin a chunk.
+  const uint32_t* at(int64_t step, int64_t steps) {
+    if (panel_.is_whole()) return panel_.whole() + step * kPanel;
+    for (int64_t done = 0; done < steps; done += kChunkSteps) {
+      panel_.widen_chunk((step + done) / kChunkSteps, widened_ + done * kPanel);
+    }
+    return widened_;
+  }
+
+  Fetch fetch(int64_t step, int64_t steps, int64_t block, int64_t blocks, int rows) const {
+    if (blocks == 1) return Fetch::none(widened_);
+    const int64_t next = ceil_divide(step + steps, kChunkSteps);
+    return Fetch::share(panel_.chunk(next), kMost / kChunkSteps * kChunkBytes, steps, block, blocks, rows);
+  }
+
+#if OSTINATO_ISA >= 3
+  // Adds the products of a pass to `sums`, or begins with them: steps [first, last).
+  void multiply(const float* x, int64_t first, int64_t last, int rows, float* sums) {
+    static constexpr auto kMultiply = make_multiply_compressed(std::make_integer_sequence<int, kFewRows>{});
+    kMultiply[rows - 1](x, panel_, first, last, sums);
+  }
+#endif
+
+ private:
+  PanelReader panel_;
+  alignas(64) uint32_t widened_[kMost * kPanel];
+};
+
+}  // namespace ostinato::linear
