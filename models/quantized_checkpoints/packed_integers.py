@@ -59,7 +59,8 @@ class PackedIntegers(StoredGroups):
         scale = (one,) * self.scale_dims if self.has_one_scale else (OUT, groups)
         tensors = {"weight_scale": StoredTensor(scale, FLOATS, converted=False)}
         if self.is_packed:
-            tensors["weight_packed"] = StoredTensor((OUT, Axis("in", per_word)), _WORDS)
+            words = StoredTensor((OUT, Axis("in", per_word)), _WORDS, converted=False)
+            tensors["weight_packed"] = words
             tensors["weight_shape"] = StoredTensor(
                 (Axis("", size=2),), (torch.int64, torch.int32), converted=False
             )
