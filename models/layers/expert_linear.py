@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase
 from ostinato.models.sharding import Span
-from ostinato.models.weight_methods.weight_method import WeightMethod
 
 __all__ = ("ExpertLinear",)
 
@@ -39,6 +38,7 @@ class ExpertLinear(LinearBase):
         super().__init__(in_features, outputs, options, bias=bias)
         self.experts = Span.of(experts)
         self.is_reversed = is_reversed
+        self._of_any_size: dict[str, dict[int, Tensor]] = {}  # by parameter, by expert
 
     @property
     def stacking(self) -> tuple[int, ...]:
@@ -67,9 +67,6 @@ class ExpertLinear(LinearBase):
             self.weights, self.spec, x, ids, self.bias, routing_weights, residual
         )
 
-    def use(self, method: WeightMethod) -> None:
-        super().use(method.for_experts)
-
     def dense(self) -> Tensor:
         """[experts, out_features, in_features]."""
         experts = range(self.experts.size)
@@ -79,12 +76,25 @@ class ExpertLinear(LinearBase):
         return super()._empty((self.experts.size, *shape), dtype)
 
     def _weights_of(self, expert: int) -> dict[str, Tensor]:
-        return {name: tensor[expert] for name, tensor in self.weights.items()}
+        joined = self.method.of_any_size
+        return {
+            name: tensor if name in joined else tensor[expert]
+            for name, tensor in self.weights.items()
+        }
 
     def _bias_of(self, expert: int) -> Tensor:
         return super()._bias_of(expert)[expert]
 
     def _replace(self, name: str, tensor: Tensor, expert: int) -> None:
+        if name in self.method.of_any_size:
+            parts = self._of_any_size.setdefault(name, {})
+            parts[expert] = tensor
+            if len(parts) == self.experts.size:
+                del self._of_any_size[name]
+                in_order = [parts[each] for each in range(self.experts.size)]
+                joined = self.method.join_experts(name, self.weights, in_order)
+                super()._replace(name, joined, 0)
+            return
         place: Tensor = getattr(self, name)[expert]
         if tensor.data_ptr() != place.data_ptr():
             place.copy_(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from ostinato.ops.linear.compressed_linear import (
     compressed_rows,
     compressed_shape,
     join_exceptions,
+    join_experts,
     why_incompressible,
 )
 from ostinato.ops.linear.packed_linear import PANEL
+from ostinato.ops.moe.moe_linear import compressed_moe_linear
 
 __all__ = ("Compressed",)
 
@@ -36,14 +39,11 @@ _LOOSE = "values of row "
 class Compressed(Packed):
     """`weight` in panels of 32 rows; `exceptions`, whose size depends on the values."""
 
+    of_any_size: ClassVar[frozenset[str]] = frozenset({"exceptions"})
+
     @property
     def name(self) -> str:
         return "compressed"
-
-    @property
-    def for_experts(self) -> WeightMethod:
-        # The exceptions of experts differ in size, so they cannot be stacked.
-        return Packed()
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         reason = Packed.why_unusable(self, device, dtype)
@@ -80,6 +80,9 @@ class Compressed(Packed):
                 run = []
         return {"weight": weight, "exceptions": join_exceptions(weight, aside)}
 
+    def join_experts(self, name: str, weights: Mapping[str, Tensor], parts: list[Tensor]) -> Tensor:
+        return join_experts(weights["weight"], parts)
+
     def apply(
         self,
         weights: Mapping[str, Tensor],
@@ -112,6 +115,27 @@ class Compressed(Packed):
             return WeightMethod.apply_gated(self, weights, spec, x, bias, activation)
         weight, exceptions = weights["weight"], weights["exceptions"]
         return compressed_gated_linear(x, weight, exceptions, bias, spec.out_features, activation)
+
+    def apply_experts(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        routing_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return compressed_moe_linear(
+            x,
+            ids,
+            weights["weight"],
+            weights["exceptions"],
+            bias,
+            spec.out_features,
+            routing_weights=routing_weights,
+            residual=residual,
+        )
 
     def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
         weight, exceptions = weights["weight"], weights["exceptions"]

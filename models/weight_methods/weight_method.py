@@ -183,6 +183,8 @@ class WeightMethod(ABC):
     is_quantized: ClassVar[bool] = False  # the parameters are rounded values
     # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
+    # Parameters whose size depends on the values. `join_experts` makes one for all experts.
+    of_any_size: ClassVar[frozenset[str]] = frozenset()
 
     @property
     @abstractmethod
@@ -198,11 +200,6 @@ class WeightMethod(ABC):
     @abstractmethod
     def name(self) -> str:
         """The method's name for users, such as `int4 in groups of 32`."""
-
-    @property
-    def for_experts(self) -> WeightMethod:
-        """The method of matrices of experts in place of this one."""
-        return self
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why no kernel supports this device with activations of this dtype; None if one does."""
@@ -300,6 +297,16 @@ class WeightMethod(ABC):
             ValueError: the stored tensors do not fit each other.
             NativeBuildError: the kernels cannot be built on this machine.
         """
+
+    def join_experts(self, name: str, weights: Mapping[str, Tensor], parts: list[Tensor]) -> Tensor:
+        """One parameter for all experts, of their parameters of any size.
+
+        Args:
+            name: the parameter, one of `of_any_size`.
+            weights: the experts' other parameters [experts, ...]. They may be changed.
+            parts: the parameter of each expert.
+        """
+        raise NotImplementedError(f"weights as {self.name} have no parameter of any size")
 
     @abstractmethod
     def apply(

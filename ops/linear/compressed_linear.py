@@ -19,6 +19,8 @@ on other devices, the same ops run as plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -42,10 +44,12 @@ __all__ = (
     "compress_linear_weight",
     "compressed_gated_linear",
     "compressed_linear",
+    "compressed_linear_reference",
     "compressed_rows",
     "compressed_shape",
     "decompress_linear_weight",
     "join_exceptions",
+    "join_experts",
     "why_incompressible",
 )
 
@@ -115,13 +119,27 @@ def join_exceptions(compressed: Tensor, parts: dict[int, Tensor]) -> Tensor:
         parts: the results of `compress_linear_rows` by `first_row`, which are all rows.
     """
     first_rows = sorted(parts)
-    offsets = compressed[:, :_HEADER_BYTES].view(torch.int64)[:, _OFFSET.start // 8]
+    panels = compressed.tensor_split([row // PANEL for row in first_rows[1:]])
+    return _joined(panels, [parts[row] for row in first_rows])
+
+
+def join_experts(compressed: Tensor, parts: list[Tensor]) -> Tensor:
+    """The exceptions of several matrices. Changes the headers in `compressed` accordingly.
+
+    Args:
+        compressed: [experts, ...], the compressed matrices.
+        parts: the exceptions of each.
+    """
+    return _joined(compressed, parts)
+
+
+def _joined(compressed: Iterable[Tensor], parts: list[Tensor]) -> Tensor:
+    """The exceptions of panels, in one tensor; moves the offsets in the headers of the panels."""
     before = 0
-    for first, end in zip(first_rows, [*first_rows[1:], None], strict=True):
-        last_panel = None if end is None else end // PANEL
-        offsets[first // PANEL : last_panel] += before
-        before += len(parts[first])
-    return torch.cat([parts[first] for first in first_rows])
+    for panels, exceptions in zip(compressed, parts, strict=True):
+        panels[:, :_HEADER_BYTES].view(torch.int64)[:, _OFFSET.start // 8] += before
+        before += len(exceptions)
+    return torch.cat(parts)
 
 
 def decompress_linear_weight(
@@ -267,7 +285,7 @@ def _compress_fake(compressed: Tensor, weight: Tensor, first_row: int) -> Tensor
     return weight.new_empty((size,), dtype=torch.uint8)
 
 
-def _linear_reference(
+def compressed_linear_reference(
     x: Tensor,
     weight: Tensor,
     exceptions: Tensor,
@@ -276,6 +294,7 @@ def _linear_reference(
     float32_output: bool,
     residual: Tensor | None = None,
 ) -> Tensor:
+    """`compressed_linear` in plain torch."""
     packed = _widened(weight, exceptions)
     return packed_linear_reference(x, packed, bias, out_features, float32_output, residual)
 
@@ -301,7 +320,7 @@ def _gated_reference(
     out_features: int,
     kind: str,
 ) -> Tensor:
-    both = _linear_reference(x, weight, exceptions, bias, out_features, False)
+    both = compressed_linear_reference(x, weight, exceptions, bias, out_features, False)
     return plain_activation(both, kind, True)
 
 
@@ -335,7 +354,9 @@ _compress_linear = register_op(
     mutates=("compressed",),
 )
 _compressed_linear = register_op(
-    "compressed_linear", {"CompositeExplicitAutograd": _linear_reference}, fake=_linear_fake
+    "compressed_linear",
+    {"CompositeExplicitAutograd": compressed_linear_reference},
+    fake=_linear_fake,
 )
 _compressed_gated_linear = register_op(
     "compressed_gated_linear", {"CompositeExplicitAutograd": _gated_reference}, fake=_gated_fake

@@ -1,6 +1,7 @@
 """Linear layers with one matrix for each expert, over plain, packed and quantised weights.
 
-The ops are `ostinato::moe_linear`, `packed_moe_linear` and `quantized_moe_linear`.
+The ops are `ostinato::moe_linear`, `packed_moe_linear`, `compressed_moe_linear` and
+`quantized_moe_linear`.
 
 Each token is multiplied by the matrices of the k experts that `route` chose for it. An MLP of
 experts is two such layers and an activation between them:
@@ -13,7 +14,7 @@ of ops/linear/packed_linear.py or ops/quantized.py. So with them the bits of a t
 depend on other tokens. In all kernels no tensor's size depends on data, and the host reads no
 result.
 
-The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
+The CPU kernels are ops/native/moe/moe_linear.cpp, over packed and compressed weights, and
 quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch. On a GPU,
 `moe_linear` runs the kernels of triton_moe_linear.py, and `quantized_moe_linear` those of
 ops/gpu_quantized/.
@@ -27,6 +28,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from ostinato.ops.linear.compressed_linear import compressed_linear_reference
 from ostinato.ops.linear.packed_linear import packed_linear_reference
 from ostinato.ops.quantized_reference import QuantFormat, quantized_linear_reference
 from ostinato.ops.register import register_op
@@ -99,6 +101,33 @@ def packed_moe_linear(
         ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
     """
     return _packed_moe_linear(x, ids, weight, bias, out_features, routing_weights, residual)
+
+
+def compressed_moe_linear(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    exceptions: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    *,
+    routing_weights: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`packed_moe_linear` over compressed matrices, with the same bits.
+
+    Args:
+        x, ids, bias, out_features, routing_weights, residual: as for `packed_moe_linear`; x is
+            bfloat16.
+        weight: [experts, ...], the matrices of `compress_linear_weight`.
+        exceptions: those of all experts (`join_experts` of ops/linear/compressed_linear.py).
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
+    """
+    return _compressed_moe_linear(
+        x, ids, weight, exceptions, bias, out_features, routing_weights, residual
+    )
 
 
 def quantized_moe_linear(
@@ -214,6 +243,24 @@ def _packed_moe_linear_reference(
     return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
 
 
+def _compressed_moe_linear_reference(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    exceptions: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        added = None if bias is None else bias[expert]
+        matrix = weight[expert]
+        return compressed_linear_reference(rows, matrix, exceptions, added, out_features, True)
+
+    return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
+
+
 def _quantized_moe_linear_reference(
     x: Tensor,
     ids: Tensor,
@@ -273,6 +320,19 @@ def _packed_moe_linear_fake(
     return x.new_empty((tokens if routing_weights is not None else tokens * slots, out_features))
 
 
+def _compressed_moe_linear_fake(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    exceptions: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    return _packed_moe_linear_fake(x, ids, weight, bias, out_features, routing_weights, residual)
+
+
 def _moe_linear_fake(
     x: Tensor,
     ids: Tensor,
@@ -310,6 +370,11 @@ _packed_moe_linear = register_op(
     "packed_moe_linear",
     {"CompositeExplicitAutograd": _packed_moe_linear_reference},
     fake=_packed_moe_linear_fake,
+)
+_compressed_moe_linear = register_op(
+    "compressed_moe_linear",
+    {"CompositeExplicitAutograd": _compressed_moe_linear_reference},
+    fake=_compressed_moe_linear_fake,
 )
 _quantized_moe_linear = register_op(
     "quantized_moe_linear",

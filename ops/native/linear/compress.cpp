@@ -34,24 +34,60 @@ int choose_lowest(const uint16_t* values, int64_t steps) {
   return lowest;
 }
 
-// Writes the bytes of one step, and its codes into the low (shift 0) or high (shift 4) bits. Returns whether an exponent
-// has no code.
-bool compress_step(const uint16_t* values, int lowest, int shift, uint8_t* codes, uint8_t* bytes) {
-  uint32_t wrong = 0;
-  for (int group = 0; group < 8; ++group) {
-    const uint16_t* from = values + group * 8;
-    const int place = place_in_line(group * 8);
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t value = from[i], exponent = value >> 7 & 0xff;
-      const uint32_t code = exponent == 0 ? 0 : exponent - lowest + 1;
-      const bool is_wrong = exponent != 0 && exponent - lowest >= kCodes - 1u;
-      wrong |= is_wrong;
-      bytes[place + i] = static_cast<uint8_t>((value >> 8 & 0x80) | (value & 0x7f));
-      codes[place + i] |= static_cast<uint8_t>((is_wrong ? 0 : code) << shift);
-    }
+// Writes the bytes and the codes of one step, which has 64 values. Returns whether an exponent has no code.
+#if OSTINATO_ISA >= 2
+bool compress_step(const uint16_t* values, int lowest, uint8_t* codes, uint8_t* bytes) {
+  bool is_wrong = false;
+  __m512i code[2], byte[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512i value = _mm512_loadu_si512(values + 32 * i);
+    const __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(value, 7), _mm512_set1_epi16(0xff));
+    const __m512i above = _mm512_sub_epi16(exponent, _mm512_set1_epi16(static_cast<int16_t>(lowest)));
+    const __mmask32 is_coded = _mm512_cmplt_epu16_mask(above, _mm512_set1_epi16(kCodes - 1));
+    is_wrong |= (is_coded | _mm512_testn_epi16_mask(exponent, exponent)) != 0xffffffffu;
+    code[i] = _mm512_maskz_add_epi16(is_coded, above, _mm512_set1_epi16(1));
+    byte[i] = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(value, 8), _mm512_set1_epi16(0x80)),
+                              _mm512_and_si512(value, _mm512_set1_epi16(0x7f)));
   }
-  return wrong != 0;
+  _mm512_storeu_si512(codes, _mm512_packus_epi16(code[0], code[1]));
+  _mm512_storeu_si512(bytes, _mm512_packus_epi16(byte[0], byte[1]));
+  return is_wrong;
 }
+#elif OSTINATO_ISA == 1
+bool compress_step(const uint16_t* values, int lowest, uint8_t* codes, uint8_t* bytes) {
+  __m256i all_coded = _mm256_set1_epi16(-1);
+  for (int half = 0; half < 2; ++half) {
+    __m256i code[2], byte[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + 32 * i + 16 * half));
+      const __m256i exponent = _mm256_and_si256(_mm256_srli_epi16(value, 7), _mm256_set1_epi16(0xff));
+      const __m256i above = _mm256_sub_epi16(exponent, _mm256_set1_epi16(static_cast<int16_t>(lowest)));
+      const __m256i most = _mm256_set1_epi16(kCodes - 2);
+      const __m256i is_coded = _mm256_cmpeq_epi16(_mm256_min_epu16(above, most), above);
+      const __m256i is_zero = _mm256_cmpeq_epi16(exponent, _mm256_setzero_si256());
+      all_coded = _mm256_and_si256(all_coded, _mm256_or_si256(is_coded, is_zero));
+      code[i] = _mm256_and_si256(_mm256_add_epi16(above, _mm256_set1_epi16(1)), is_coded);
+      byte[i] = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(value, 8), _mm256_set1_epi16(0x80)),
+                                _mm256_and_si256(value, _mm256_set1_epi16(0x7f)));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + 32 * half), _mm256_packus_epi16(code[0], code[1]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes + 32 * half), _mm256_packus_epi16(byte[0], byte[1]));
+  }
+  return _mm256_movemask_epi8(all_coded) != -1;
+}
+#else
+bool compress_step(const uint16_t* values, int lowest, uint8_t* codes, uint8_t* bytes) {
+  bool is_wrong = false;
+  for (int i = 0; i < 64; ++i) {
+    const int exponent = exponent_of(values[i]), above = exponent - lowest, place = place_in_line(i);
+    const bool is_coded = above >= 0 && above < kCodes - 1;
+    is_wrong |= !is_coded && exponent != 0;
+    codes[place] = static_cast<uint8_t>(is_coded ? above + 1 : 0);
+    bytes[place] = static_cast<uint8_t>((values[i] >> 8 & 0x80) | (values[i] & 0x7f));
+  }
+  return is_wrong;
+}
+#endif
 
 // Compresses the units of a panel, and appends its exceptions, or all units if it has many. Steps are a multiple of a
 // chunk's. The header's offset is that in `aside`.
@@ -64,10 +100,10 @@ void compress_panel(const uint32_t* units, int64_t steps, uint8_t* panel, std::v
   uint8_t* pair = panel + sizeof header;
   const auto limit = static_cast<uint64_t>(kExceptionLimit) * steps / kChunkSteps;
   for (int64_t step = 0; step < steps; step += 2, pair += kStepPairBytes) {
-    std::memset(pair, 0, 64);
+    uint8_t codes[2][64];
     for (int i = 0; i < 2; ++i) {
       const uint16_t* of_step = values + (step + i) * 64;
-      if (!compress_step(of_step, lowest, 4 * i, pair, pair + 64 * (i + 1)) || header.count > limit) continue;
+      if (!compress_step(of_step, lowest, codes[i], pair + 64 * (i + 1)) || header.count > limit) continue;
       for (int v = 0; v < 64; ++v) {
         const int exponent = exponent_of(of_step[v]);
         if (exponent == 0 || (exponent >= lowest && exponent < lowest + kCodes - 1)) continue;
@@ -77,6 +113,7 @@ void compress_panel(const uint32_t* units, int64_t steps, uint8_t* panel, std::v
         ++header.count;
       }
     }
+    for (int i = 0; i < 64; ++i) pair[i] = static_cast<uint8_t>(codes[0][i] | codes[1][i] << 4);
   }
   if (header.count > limit) {
     header.count = PanelHeader::kWhole;

@@ -1,16 +1,33 @@
-// The linear op over packed matrices of experts: every token is multiplied by the matrices of the experts that it was
-// routed to. The matrices lie in the layout of linear/layout.h, one after the other.
+// The linear ops over packed and compressed matrices of experts: every token is multiplied by the matrices of the experts
+// that it was routed to. The matrices lie in the layouts of linear/layout.h and compressed.h, one after the other.
+#include "linear/compressed.h"
 #include "linear/row_worker.h"
 #include "moe/expert_rows.h"
 
 #if OSTINATO_AMX
 #include "linear/amx_linear.h"
+#include "linear/compressed_tiles.h"
+#else
+#include "linear/compressed_steps.h"
 #endif
 
 namespace ostinato::moe {
 namespace {
 
+using linear::CompressedWeight;
 using linear::PackedWeight;
+
+#if OSTINATO_AMX
+template <class Out, class Panels>
+using BFloat16Worker = linear::TileWorker<Out, Panels>;
+using PackedPanels = linear::PackedPanelTiles;
+using CompressedPanels = linear::CompressedPanelTiles;
+#else
+template <class Out, class Panels>
+using BFloat16Worker = linear::RowWorker<linear::BFloat16Pairs, Out, Panels>;
+using PackedPanels = linear::PackedSteps;
+using CompressedPanels = linear::CompressedSteps;
+#endif
 
 struct PackedExperts {
   PackedExperts(const Tensor& tensor, int64_t out_features, int64_t in_features) {
@@ -34,23 +51,74 @@ struct PackedExperts {
   int64_t steps;
 };
 
-template <class Kind, class Out>
-void run_rows(const ExpertCall& c, const ExpertRows& rows, const PackedExperts& weight, const std::vector<Problem>& problems) {
+struct CompressedExperts {
+  CompressedExperts(const Tensor& weight, const Tensor& exceptions, int64_t out_features, int64_t in_features) {
+    OSTINATO_CHECK(weight.dim == 3, "the weight must have three dimensions: [experts, panels, bytes]");
+    const Tensor first{weight.handle, weight.data, weight.sizes + 1, weight.strides + 1, 2, weight.dtype};
+    const CompressedWeight matrix(first, exceptions, out_features, in_features);  // checks it
+    bytes = matrix.panel(0);
+    aside = matrix.exceptions();
+    panels = matrix.panels;
+    steps = matrix.steps;
+    stride = matrix.bytes();
+    count = weight.sizes[0];
+    OSTINATO_CHECK(count <= 1 || weight.strides[0] == stride, "the experts' compressed matrices must lie one after the other");
+  }
+  CompressedWeight matrix(int64_t expert) const { return {bytes + expert * stride, aside, panels, steps}; }
+
+  const uint8_t* bytes;
+  const uint8_t* aside;
+  int64_t count;
+  int64_t panels;
+  int64_t steps;
+  int64_t stride;  // bytes from one expert to the next
+};
+
+template <class Worker, class Experts>
+void run_rows(const ExpertCall& c, const ExpertRows& rows, const Experts& weight, int64_t step_floats,
+              const std::vector<Problem>& problems) {
   const auto make_groups = [&](int64_t count) {
-    return linear::RowGroups(count, linear::kMaxRows, weight.steps * Kind::kFloats * 4);
+    return linear::RowGroups(count, linear::kMaxRows, weight.steps * step_floats * 4);
   };
-  multiply_experts<linear::RowWorker<Kind, Out>>(c, rows, weight, problems, make_groups, any_rows);
+  multiply_experts<Worker>(c, rows, weight, problems, make_groups, any_rows);
 }
 
-template <class Out>
-void run_bfloat16(const ExpertCall& c, const ExpertRows& rows, const PackedExperts& weight,
-                  const std::vector<Problem>& problems) {
+template <class Panels, class Experts>
+void run_bfloat16(const ExpertCall& c, const ExpertRows& rows, const Experts& weight, const std::vector<Problem>& problems) {
+  const auto run = [&]<class Out>(Out) {
+    using Worker = BFloat16Worker<Out, Panels>;
 #if OSTINATO_AMX
-  const auto make_blocks = [&](int64_t count) { return linear::TileBlocks(count, weight.steps); };
-  multiply_experts<linear::TileWorker<Out>>(c, rows, weight, problems, make_blocks, any_rows);
+    const auto make_blocks = [&](int64_t count) { return linear::TileBlocks(count, weight.steps); };
+    multiply_experts<Worker>(c, rows, weight, problems, make_blocks, any_rows);
 #else
-  run_rows<linear::BFloat16Pairs, Out>(c, rows, weight, problems);
+    run_rows<Worker>(c, rows, weight, linear::BFloat16Pairs::kFloats, problems);
 #endif
+  };
+  if (c.sums != nullptr) {
+    run(float{});
+  } else {
+    run(BFloat16{});
+  }
+}
+
+void read_call(Call& call, ExpertCall& c) {
+  c.bias = call.optional_tensor();
+  c.out_features = call.integer();
+  c.routing_weights = call.optional_tensor();
+  c.residual = call.optional_tensor();
+  c.threads = call.threads();
+}
+
+// Checks the call, calls run(rows, problems), and gives the result.
+template <class Run>
+void multiply_and_give(Call& call, ExpertCall& c, int64_t num_experts, const Run& run) {
+  c.num_experts = num_experts;
+  check(c);
+  const ExpertRows rows(c.ids, num_experts);
+  allocate(call, c);
+  run(rows, expert_problems(call, c, rows));
+  combine(c);
+  call.give(c.out);
 }
 
 // packed_moe_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, SymInt out_features, Tensor? routing_weights,
@@ -60,31 +128,37 @@ void packed_moe_linear(Call& call) {
   c.x = call.tensor();
   c.ids = call.tensor();
   const Tensor weight = call.tensor();
-  c.bias = call.optional_tensor();
-  c.out_features = call.integer();
-  c.routing_weights = call.optional_tensor();
-  c.residual = call.optional_tensor();
-  c.threads = call.threads();
+  read_call(call, c);
   OSTINATO_CHECK(c.x.dim == 2 && c.x.dtype == weight.dtype, "x must be a matrix in the dtype of the packed weight");
   const PackedExperts experts(weight, c.out_features, c.x.sizes[1]);
-  c.num_experts = experts.count;
-  check(c);
-  const ExpertRows rows(c.ids, experts.count);
-  allocate(call, c);
-  const std::vector<Problem> problems = expert_problems(call, c, rows);
-  if (c.x.dtype == DType::float32) {
-    run_rows<linear::Float32, float>(c, rows, experts, problems);
-  } else if (c.sums != nullptr) {
-    run_bfloat16<float>(c, rows, experts, problems);
-  } else {
-    run_bfloat16<BFloat16>(c, rows, experts, problems);
-  }
-  combine(c);
-  call.give(c.out);
+  multiply_and_give(call, c, experts.count, [&](const ExpertRows& rows, const std::vector<Problem>& problems) {
+    if (c.x.dtype == DType::float32) {
+      run_rows<linear::RowWorker<linear::Float32, float>>(c, rows, experts, linear::Float32::kFloats, problems);
+    } else {
+      run_bfloat16<PackedPanels>(c, rows, experts, problems);
+    }
+  });
+}
+
+// compressed_moe_linear(Tensor x, Tensor ids, Tensor weight, Tensor exceptions, Tensor? bias, SymInt out_features,
+//                       Tensor? routing_weights, Tensor? residual) -> Tensor
+void compressed_moe_linear(Call& call) {
+  ExpertCall c{};
+  c.x = call.tensor();
+  c.ids = call.tensor();
+  const Tensor weight = call.tensor();
+  const Tensor exceptions = call.tensor();
+  read_call(call, c);
+  OSTINATO_CHECK(c.x.dim == 2 && c.x.dtype == DType::bfloat16, "x must be a matrix of bfloat16 for a compressed weight");
+  const CompressedExperts experts(weight, exceptions, c.out_features, c.x.sizes[1]);
+  multiply_and_give(call, c, experts.count, [&](const ExpertRows& rows, const std::vector<Problem>& problems) {
+    run_bfloat16<CompressedPanels>(c, rows, experts, problems);
+  });
 }
 
 }  // namespace
 
 OSTINATO_KERNEL(packed_moe_linear, packed_moe_linear);
+OSTINATO_KERNEL(compressed_moe_linear, compressed_moe_linear);
 
 }  // namespace ostinato::moe

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ostinato.ops.linear.compressed_linear import compress_linear_weight, join_experts
 from ostinato.ops.linear.packed_linear import pack_linear_weight
 from ostinato.ops.moe.moe_linear import moe_linear, packed_moe_linear
 from ostinato.ops.quantized import quantize_linear_weight
@@ -90,6 +91,23 @@ def test_a_row_has_the_bits_of_its_experts_linear_op(
             assert torch.equal(alone[0], whole[token])
             rows = x.expand(slots, -1).contiguous()
             assert torch.equal(kernels.moe(rows, ids, weight, p.bias, OUT, *more_alone), alone)
+
+
+@pytest.mark.parametrize("level", EACH_LEVEL)
+def test_compressed_experts_have_the_bits_of_packed_ones(level: str) -> None:
+    ops = ops_of("core", level, packed="packed_moe_linear", compressed="compressed_moe_linear")
+    for tokens, slots in ((1, 3), (7, 1), (150, 3)):
+        p = problem(tokens, slots, torch.bfloat16, tokens)
+        p.weight[1] *= torch.logspace(-30, 30, IN)  # too diverse to be compressed
+        p.weight[3, 40:, 7] *= 1e30
+        packed = stored(p.weight, None)
+        matrices = [compress_linear_weight(matrix) for matrix in p.weight]
+        weight = torch.stack([matrix for matrix, _ in matrices])
+        exceptions = join_experts(weight, [each for _, each in matrices])
+        for sums in ((None, None), (p.weights, p.residual)):
+            expected = ops.packed(p.x, p.ids, packed, p.bias, OUT, *sums)
+            result = ops.compressed(p.x, p.ids, weight, exceptions, p.bias, OUT, *sums)
+            assert torch.equal(result, expected)
 
 
 @settings(deadline=None, max_examples=30)
