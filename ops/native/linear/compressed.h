@@ -52,8 +52,9 @@ struct alignas(64) PanelHeader {
 static_assert(sizeof(PanelHeader) == 64);
 
 struct CompressedWeight {
-  CompressedWeight(const uint8_t* data, const uint8_t* exceptions, int64_t num_panels, int64_t num_steps)
-      : bytes_(data), exceptions_(exceptions), panels(num_panels), steps(num_steps) {}
+  // A matrix whose shape was checked before, such as one of a stack.
+  CompressedWeight(const uint8_t* first_panel, const uint8_t* exceptions, int64_t num_panels, int64_t num_steps)
+      : data(first_panel), aside(exceptions), panels(num_panels), steps(num_steps) {}
   CompressedWeight(const Tensor& weight, const Tensor& exceptions, int64_t out_features, int64_t in_features)
       : CompressedWeight(weight.as<uint8_t>(), exceptions.as<uint8_t>(), ceil_divide(out_features, kPanel),
                          ceil_divide(in_features, 2)) {
@@ -70,15 +71,13 @@ struct CompressedWeight {
   int64_t chunks() const { return ceil_divide(steps, kChunkSteps); }
   int64_t panel_bytes() const { return static_cast<int64_t>(sizeof(PanelHeader)) + chunks() * kChunkBytes; }
   int64_t bytes() const { return panels * panel_bytes(); }
-  const uint8_t* panel(int64_t index) const { return bytes_ + index * panel_bytes(); }
-  const uint8_t* exceptions() const { return exceptions_; }
-  CompressedWeight first_half() const { return {bytes_, exceptions_, panels / 2, steps}; }
+  const uint8_t* panel(int64_t index) const { return data + index * panel_bytes(); }
+  // As of PackedWeight. The offsets in the headers of a stack's panels are from the beginning of its exceptions.
+  CompressedWeight first_half() const { return {data, aside, panels / 2, steps}; }
+  CompressedWeight next(int64_t count) const { return {panel(count * panels), aside, panels, steps}; }
 
- private:
-  const uint8_t* bytes_;
-  const uint8_t* exceptions_;
-
- public:
+  const uint8_t* data;
+  const uint8_t* aside;  // exceptions, and panels that are stored as a whole
   int64_t panels;
   int64_t steps;
 };
@@ -177,7 +176,7 @@ class PanelReader {
       : header_(reinterpret_cast<const PanelHeader*>(weight.panel(panel))),
         chunks_(weight.panel(panel) + sizeof(PanelHeader)),
         widener_(header_->exponents),
-        aside_(weight.exceptions() + header_->offset) {
+        aside_(weight.aside + header_->offset) {
     if (!is_whole()) {
       next_ = reinterpret_cast<const Exception*>(aside_);
       end_ = next_ + header_->count;

@@ -42,6 +42,8 @@ struct PackedWeight {
   const uint32_t* panel(int64_t index) const { return units + index * steps * kPanel; }
   // The first half of the panels. Those of the other half follow, from panel(panels) on.
   PackedWeight first_half() const { return {units, panels / 2, steps}; }
+  // The matrix `count` places after this one in a stack.
+  PackedWeight next(int64_t count) const { return {panel(count * panels), panels, steps}; }
   int64_t bytes() const { return panels * steps * kPanel * 4; }
 
   const uint32_t* units;

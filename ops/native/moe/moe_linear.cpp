@@ -29,69 +29,55 @@ using PackedPanels = linear::PackedSteps;
 using CompressedPanels = linear::CompressedSteps;
 #endif
 
-struct PackedExperts {
-  PackedExperts(const Tensor& tensor, int64_t out_features, int64_t in_features) {
-    OSTINATO_CHECK(tensor.dim == 5, "the weight must have five dimensions: [experts, panels, steps, 32, values of K]");
-    const Tensor first{tensor.handle, tensor.data, tensor.sizes + 1, tensor.strides + 1, 4, tensor.dtype};
-    const PackedWeight matrix(first, out_features, in_features);  // checks it
-    units = matrix.units;
-    panels = matrix.panels;
-    steps = matrix.steps;
-    count = tensor.sizes[0];
-    OSTINATO_CHECK(count <= 1 || tensor.strides[0] * element_size(tensor.dtype) == matrix.bytes(),
-                   "the experts' packed matrices must lie one after the other");
-  }
-  PackedWeight matrix(int64_t expert) const {
-    return {units + expert * panels * steps * linear::kPanel, panels, steps};
-  }
-
-  const uint32_t* units;
+template <class Weight>
+struct Experts {
+  Weight first;
   int64_t count;
-  int64_t panels;
-  int64_t steps;
+
+  Weight matrix(int64_t expert) const { return first.next(expert); }
 };
 
-struct CompressedExperts {
-  CompressedExperts(const Tensor& weight, const Tensor& exceptions, int64_t out_features, int64_t in_features) {
-    OSTINATO_CHECK(weight.dim == 3, "the weight must have three dimensions: [experts, panels, bytes]");
-    const Tensor first{weight.handle, weight.data, weight.sizes + 1, weight.strides + 1, 2, weight.dtype};
-    const CompressedWeight matrix(first, exceptions, out_features, in_features);  // checks it
-    bytes = matrix.panel(0);
-    aside = matrix.exceptions();
-    panels = matrix.panels;
-    steps = matrix.steps;
-    stride = matrix.bytes();
-    count = weight.sizes[0];
-    OSTINATO_CHECK(count <= 1 || weight.strides[0] == stride, "the experts' compressed matrices must lie one after the other");
-  }
-  CompressedWeight matrix(int64_t expert) const { return {bytes + expert * stride, aside, panels, steps}; }
-
-  const uint8_t* bytes;
-  const uint8_t* aside;
-  int64_t count;
-  int64_t panels;
-  int64_t steps;
-  int64_t stride;  // bytes from one expert to the next
-};
-
-template <class Worker, class Experts>
-void run_rows(const ExpertCall& c, const ExpertRows& rows, const Experts& weight, int64_t step_floats,
-              const std::vector<Problem>& problems) {
-  const auto make_groups = [&](int64_t count) {
-    return linear::RowGroups(count, linear::kMaxRows, weight.steps * step_floats * 4);
-  };
-  multiply_experts<Worker>(c, rows, weight, problems, make_groups, any_rows);
+// A tensor without its first dimension, at the first expert.
+Tensor first_expert(const Tensor& stack) {
+  return {stack.handle, stack.data, stack.sizes + 1, stack.strides + 1, stack.dim - 1, stack.dtype};
 }
 
-template <class Panels, class Experts>
-void run_bfloat16(const ExpertCall& c, const ExpertRows& rows, const Experts& weight, const std::vector<Problem>& problems) {
+Experts<PackedWeight> packed_experts(const Tensor& weight, int64_t out_features, int64_t in_features) {
+  OSTINATO_CHECK(weight.dim == 5, "the weight must have five dimensions: [experts, panels, steps, 32, values of K]");
+  const Experts<PackedWeight> experts{{first_expert(weight), out_features, in_features}, weight.sizes[0]};
+  OSTINATO_CHECK(experts.count <= 1 || weight.strides[0] * element_size(weight.dtype) == experts.first.bytes(),
+                 "the experts' packed matrices must lie one after the other");
+  return experts;
+}
+
+Experts<CompressedWeight> compressed_experts(const Tensor& weight, const Tensor& exceptions, int64_t out_features,
+                                             int64_t in_features) {
+  OSTINATO_CHECK(weight.dim == 3, "the weight must have three dimensions: [experts, panels, bytes]");
+  const Experts<CompressedWeight> experts{{first_expert(weight), exceptions, out_features, in_features}, weight.sizes[0]};
+  OSTINATO_CHECK(experts.count <= 1 || weight.strides[0] == experts.first.bytes(),
+                 "the experts' compressed matrices must lie one after the other");
+  return experts;
+}
+
+template <class Worker, class Weight>
+void run_rows(const ExpertCall& c, const ExpertRows& rows, const Experts<Weight>& experts, int64_t step_floats,
+              const std::vector<Problem>& problems) {
+  const auto make_groups = [&](int64_t count) {
+    return linear::RowGroups(count, linear::kMaxRows, experts.first.steps * step_floats * 4);
+  };
+  multiply_experts<Worker>(c, rows, experts, problems, make_groups, any_rows);
+}
+
+template <class Panels, class Weight>
+void run_bfloat16(const ExpertCall& c, const ExpertRows& rows, const Experts<Weight>& experts,
+                  const std::vector<Problem>& problems) {
   const auto run = [&]<class Out>(Out) {
     using Worker = BFloat16Worker<Out, Panels>;
 #if OSTINATO_AMX
-    const auto make_blocks = [&](int64_t count) { return linear::TileBlocks(count, weight.steps); };
-    multiply_experts<Worker>(c, rows, weight, problems, make_blocks, any_rows);
+    const auto make_blocks = [&](int64_t count) { return linear::TileBlocks(count, experts.first.steps); };
+    multiply_experts<Worker>(c, rows, experts, problems, make_blocks, any_rows);
 #else
-    run_rows<Worker>(c, rows, weight, linear::BFloat16Pairs::kFloats, problems);
+    run_rows<Worker>(c, rows, experts, linear::BFloat16Pairs::kFloats, problems);
 #endif
   };
   if (c.sums != nullptr) {
@@ -130,7 +116,7 @@ void packed_moe_linear(Call& call) {
   const Tensor weight = call.tensor();
   read_call(call, c);
   OSTINATO_CHECK(c.x.dim == 2 && c.x.dtype == weight.dtype, "x must be a matrix in the dtype of the packed weight");
-  const PackedExperts experts(weight, c.out_features, c.x.sizes[1]);
+  const auto experts = packed_experts(weight, c.out_features, c.x.sizes[1]);
   multiply_and_give(call, c, experts.count, [&](const ExpertRows& rows, const std::vector<Problem>& problems) {
     if (c.x.dtype == DType::float32) {
       run_rows<linear::RowWorker<linear::Float32, float>>(c, rows, experts, linear::Float32::kFloats, problems);
@@ -150,7 +136,7 @@ void compressed_moe_linear(Call& call) {
   const Tensor exceptions = call.tensor();
   read_call(call, c);
   OSTINATO_CHECK(c.x.dim == 2 && c.x.dtype == DType::bfloat16, "x must be a matrix of bfloat16 for a compressed weight");
-  const CompressedExperts experts(weight, exceptions, c.out_features, c.x.sizes[1]);
+  const auto experts = compressed_experts(weight, exceptions, c.out_features, c.x.sizes[1]);
   multiply_and_give(call, c, experts.count, [&](const ExpertRows& rows, const std::vector<Problem>& problems) {
     run_bfloat16<CompressedPanels>(c, rows, experts, problems);
   });
