@@ -319,7 +319,8 @@ import sys
 from pathlib import Path
 import torch
 from ostinato.ops.backends import cpu
-from ostinato.ops import linear, norm
+from ostinato.ops import norm
+from ostinato.ops.linear import packed_linear as linear
 from ostinato.ops.sampling import sample_rows
 from ostinato.ops.attention import AttentionMetadata, paged_attention
 from ostinato.ops.moe import routing

@@ -15,7 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.ops import activation, attention, linear, norm, quantized, rope
+from ostinato.ops import activation, attention, norm, quantized, rope
+from ostinato.ops.linear import compressed_linear
+from ostinato.ops.linear.compressed_linear import compress_linear_weight
+from ostinato.ops.linear.packed_linear import pack_linear_weight
 from ostinato.ops.logprobs import row_logprobs
 from ostinato.ops.moe import routing
 from ostinato.ops.native import build
@@ -27,7 +30,7 @@ from tests.ops.recurrent.recurrent_problems import OPS, SequenceStep
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # Their import registers the ops.
-_OPS = (activation, attention, linear, norm, quantized, rope, row_logprobs, routing)
+_OPS = (activation, attention, compressed_linear, norm, quantized, rope, row_logprobs, routing)
 
 pytestmark = [
     pytest.mark.slow,
@@ -160,7 +163,7 @@ def in_integers(tmp_path_factory: pytest.TempPathFactory) -> Program:
 def test_packed_linear(core: Program, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(72, 96).to(dtype), torch.randn(72).to(dtype)
-    packed = linear.pack_linear_weight(weight)
+    packed = pack_linear_weight(weight)
     core.check("pack_linear", torch.ones_like(packed), weight[:50], 20)
     core.check("packed_rows", packed, torch.tensor([3, 71, 0]), 72, 96)
     for rows in (1, 5, 70):
@@ -168,6 +171,19 @@ def test_packed_linear(core: Program, dtype: torch.dtype) -> None:
         residual = torch.randn(rows, 72).to(dtype)
         core.check("packed_linear", x, packed, bias, 72, True, None)
         core.check("packed_linear", x, packed, None, 72, False, residual)
+
+
+def test_compressed_linear(core: Program) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(72, 96).bfloat16()
+    weight[:32] *= torch.logspace(-30, 30, 96).bfloat16()  # too diverse to be compressed
+    weight[70, 9] = 1e30  # an exception
+    compressed = compress_linear_weight(weight)
+    core.check("compress_linear", torch.ones_like(compressed[0]), weight, 0)
+    core.check("compressed_rows", *compressed, torch.tensor([3, 70, 0]), 72, 96)
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 96).bfloat16()
+        core.check("compressed_linear", x, *compressed, None, 72, True, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
