@@ -208,17 +208,17 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10_000.0}
     if rotary != head_dim:
         found["partial_rotary_factor"] = rotary / head_dim
-    kind = keys.text("rope.scaling.type", "none")
+    kind = keys.text("rope.scaling.type", "linear")  # the default of llama.cpp
     factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
     original = keys.integer("rope.scaling.original_context_length")
     attention = keys.number("rope.scaling.attn_factor")
     divisors = _divisors(keys)
     if divisors:
-        if kind not in ("none", "longrope", "su"):
+        if kind not in ("none", "longrope", "su") and (kind, factor) != ("linear", 1):
             raise keys.error(
                 "rope.scaling.type",
-                f"is {kind!r}, and the file has tensors of rope factors",
-                "with these tensors, only none, longrope and su are",
+                f"is {kind!r} with the factor {factor}, and the file has tensors of rope factors",
+                "with these tensors, only none, longrope, su and linear with the factor 1 are",
             )
         short, long = divisors
         found["rope_scaling"] = {

@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -266,3 +267,25 @@ def test_wrong_values_are_refused_or_served(whole: Path) -> None:
                 gguf_tokenizer_config(changed)
             with contextlib.suppress(GGUFError):
                 tokenizers.Tokenizer.from_str(gguf_tokenizer_json(changed))
+
+
+@pytest.mark.parametrize("kind", [None, "linear", "none"])
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_rotary_scaling_without_a_type_is_linear(whole: Path, key: str, kind: str | None) -> None:
+    file = open_gguf(whole)
+    stated = {f"llama.{key}": 4.0} | ({"llama.rope.scaling.type": kind} if kind else {})
+    changed = GGUFFile(file.path, {**file.metadata, **stated}, file.tensors, file.files)
+    expected = None if kind == "none" else {"rope_type": "linear", "factor": 4.0}
+    assert read_gguf_config(changed).get("rope_scaling") == expected
+
+
+def test_tensors_of_rope_factors_allow_no_linear_scaling(whole: Path) -> None:
+    """Files of Llama 3.1 have these tensors and no type of scaling."""
+    file = open_gguf(whole)
+    factors = replace(file.tensors["output_norm.weight"], name="rope_freqs.weight")
+    tensors = {**file.tensors, factors.name: factors}
+    scaling = read_gguf_config(GGUFFile(file.path, file.metadata, tensors, file.files))
+    assert scaling["rope_scaling"]["long_factor"] == [1.0] * 32
+    stated = {**file.metadata, "llama.rope.scaling.factor": 4.0}
+    with pytest.raises(GGUFError, match=r"is 'linear' with the factor 4\.0, and the file has ten"):
+        read_gguf_config(GGUFFile(file.path, stated, tensors, file.files))
