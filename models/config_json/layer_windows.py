@@ -38,9 +38,10 @@ def listed_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
     transformers ignores `layer_types` of a Mistral, and says so. Here it is honoured, as in vLLM.
 
     Raises:
-        ValueError: `layer_types` has another length or an unknown entry.
+        ValueError: `layer_types` has another length or an unknown entry, or the window is not an
+            integer of at least 0.
     """
-    window = int(hf_config.get("sliding_window") or 0)
+    window = read_integer(hf_config, "sliding_window", default=0, at_least=0)
     kinds = hf_config.get("layer_types")
     if kinds is None:
         return (window,) * num_layers
