@@ -78,6 +78,15 @@ _OF_SOUNDS = (
     Refused("text_config.model_type", "llama", _ONLY_QWEN2),
 )
 _OF_MAMBA = (Refused("hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),)
+_OF_MPT = (
+    Refused("no_bias", False, "checkpoints with biases are not read"),
+    Refused("logit_scale", 2.0, _NO_MODEL),
+    Refused("attn_config.alibi", False, "learned positions are not implemented for MPT"),
+    Refused("attn_config.attn_type", "multiquery_attention", _NO_MODEL),
+    Refused("attn_config.attn_uses_sequence_id", True, "it is for packed training texts"),
+    Refused("attn_config.prefix_lm", True, "tokens of the prefix would see later ones"),
+    Refused("attn_config.qk_ln", True, _QK_LAYER_NORM),
+)
 _OF_NEMOTRON = (
     Refused("mamba_hidden_act", "gelu", "the kernels of Mamba-2 have SiLU"),
     Refused("mamba_ssm_cache_dtype", "bfloat16", "states are kept in float32"),
@@ -155,15 +164,8 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         Refused("vision_config.num_channels", 1, _THREE_COLOURS),
         Refused("text_config.model_type", "llama", "Mistral AI's models have no other decoders"),
     ),
-    "MptForCausalLM": (
-        Refused("no_bias", False, "checkpoints with biases are not read"),
-        Refused("logit_scale", 2.0, _NO_MODEL),
-        Refused("attn_config.alibi", False, "learned positions are not implemented for MPT"),
-        Refused("attn_config.attn_type", "multiquery_attention", _NO_MODEL),
-        Refused("attn_config.attn_uses_sequence_id", True, "it is for packed training texts"),
-        Refused("attn_config.prefix_lm", True, "tokens of the prefix would see later ones"),
-        Refused("attn_config.qk_ln", True, _QK_LAYER_NORM),
-    ),
+    "MPTForCausalLM": _OF_MPT,
+    "MptForCausalLM": _OF_MPT,
     "NemotronHForCausalLM": _OF_NEMOTRON,
     "OPTForCausalLM": (
         Refused("do_layer_norm_before", False, "OPT-350M alone normalises afterwards"),

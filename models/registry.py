@@ -80,6 +80,7 @@ ARCHITECTURES = {
     ),
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "ostinato.models.families.mixtral:MixtralForCausalLM",
+    "MPTForCausalLM": "ostinato.models.families.mpt:MptForCausalLM",  # in published files
     "MptForCausalLM": "ostinato.models.families.mpt:MptForCausalLM",
     "NemotronHForCausalLM": "ostinato.models.families.nemotron_h:NemotronHForCausalLM",
     "Olmo2ForCausalLM": "ostinato.models.families.olmo2:Olmo2ForCausalLM",

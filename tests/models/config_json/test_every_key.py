@@ -292,7 +292,10 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+NOT_IN_TRANSFORMERS = {"MPTForCausalLM"}  # the name in files from before transformers had MPT
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - NOT_IN_TRANSFORMERS))
 def test_a_missing_key_has_the_default_of_transformers(architecture: str) -> None:
     defaults = getattr(transformers, architecture).config_class().to_dict()
     config = {**defaults, "architectures": [architecture], **MISSING.get(architecture, {})}
