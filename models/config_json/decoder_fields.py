@@ -13,6 +13,7 @@ from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.hf_fields import (
     architecture_of,
     read_activation,
+    read_flag,
     read_integer,
     read_number,
     read_token_ids,
@@ -100,7 +101,7 @@ def read_decoder_config(
             default_fraction=keys.rotary_fraction,
             default_theta=keys.rope_theta,
         )
-    attention_bias = bool(hf_config.get("attention_bias", False))
+    attention_bias = read_flag(hf_config, "attention_bias", False)
     return ModelConfig(
         architecture=architecture_of(hf_config),
         vocab_size=read_integer(hf_config, "vocab_size"),
@@ -115,9 +116,9 @@ def read_decoder_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=stretched_context(rope, max_positions),
-        norm_eps=read_number(hf_config, keys.norm_eps, keys.default_norm_eps),
+        norm_eps=read_number(hf_config, keys.norm_eps, keys.default_norm_eps, at_least=0),
         activation=read_activation(hf_config, keys.activation, keys.default_activation),
-        tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", keys.is_tied)),
+        tie_word_embeddings=read_flag(hf_config, "tie_word_embeddings", keys.is_tied),
         rope=rope,
         sliding_windows=keys.windows(hf_config, num_layers),
         dtype=stated_dtype(hf_config),
@@ -127,7 +128,7 @@ def read_decoder_config(
         block=BlockSpec(
             qkv_bias=attention_bias,
             out_bias=attention_bias,
-            mlp_bias=bool(hf_config.get("mlp_bias", False)),
+            mlp_bias=read_flag(hf_config, "mlp_bias", False),
         ),
     )
 

@@ -8,6 +8,9 @@ from ostinato.models.config_json.hf_fields import (
     architecture_of,
     read_activation,
     read_integer,
+    read_name,
+    read_number,
+    read_object,
     refuse_other_values,
     stated_dtype,
 )
@@ -57,7 +60,7 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         max_model_len=read_integer(hf_config, "max_position_embeddings"),
-        norm_eps=float(hf_config.get("layer_norm_eps", 1e-12)),
+        norm_eps=read_number(hf_config, "layer_norm_eps", 1e-12, at_least=0),
         activation=read_activation(hf_config, "hidden_act", "gelu"),
         tie_word_embeddings=False,
         rope=None,
@@ -73,21 +76,16 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
 
 
 def _has_raw_scores(hf_config: HFConfig) -> bool:
-    newer = (hf_config.get("sentence_transformers") or {}).get("activation_fn")
+    newer = read_object(hf_config, "sentence_transformers").get("activation_fn")
     stated = (newer, hf_config.get("sbert_ce_default_activation_function"))
     for key, name in zip(_SCORE_KEYS, stated, strict=True):
         if name is None:
             continue
-        if name not in _IS_IDENTITY:
-            raise ValueError(
-                f"config.json: {key}={name!r} is not supported; supported: "
-                f"{', '.join(_IS_IDENTITY)}"
-            )
-        return _IS_IDENTITY[name]
+        return _IS_IDENTITY[read_name({key: name}, key, _IS_IDENTITY, "")]
     return False
 
 
 def _num_labels(hf_config: HFConfig) -> int:
     """The number of labels, by the rule of transformers: two if the config has none."""
-    labels = hf_config.get("id2label")
+    labels = read_object(hf_config, "id2label")
     return len(labels) if labels else read_integer(hf_config, "num_labels", default=2)

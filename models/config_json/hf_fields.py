@@ -14,14 +14,19 @@ from ostinato.ops.activation import ACTIVATIONS
 __all__ = (
     "architecture_of",
     "read_activation",
+    "read_cap",
     "read_first",
+    "read_flag",
     "read_integer",
     "read_layers",
+    "read_name",
     "read_number",
+    "read_object",
     "read_token_ids",
     "refuse_other_kinds",
     "refuse_other_values",
     "stated_dtype",
+    "with_defaults",
 )
 
 
@@ -70,7 +75,8 @@ def refuse_other_kinds(
         ValueError: it is no list, a kind is not among `supported`, or the list has another length.
     """
     is_list = isinstance(kinds, list | tuple)
-    if not is_list or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
+    known = list(supported)  # a kind may be of any type
+    if not is_list or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise ValueError(
             f"config.json: {key} must have {' or '.join(sorted(supported))} for each of the "
             f"{num_layers} layers, got {kinds}"
@@ -96,26 +102,92 @@ def read_integer(
     """
     value = read_first(hf_config, *keys, default=default)
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
         raise ValueError(
-            f"config.json: {keys[0]} must be an integer of at least {at_least}, got {value!r}"
+            f"config.json: {key} must be an integer of at least {at_least}, got {value!r}"
         )
     return value
 
 
-def read_number(hf_config: HFConfig, key: str, default: float) -> float:
+def read_number(
+    hf_config: HFConfig,
+    key: str,
+    default: float,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+) -> float:
     """The number under `key`; the default if it is missing or null.
 
     Raises:
-        ValueError: the value is not a finite number.
+        ValueError: the value is not a finite number, or not in the range.
     """
     value = read_first(hf_config, key, default=default)
     try:  # YAML reads 1e-5 as a text
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"config.json: {key} must be a number, got {value!r}")
+    is_low = (at_least is not None and number < at_least) or (above is not None and number <= above)
+    if is_low or not math.isfinite(number):
+        limits = (("of at least", at_least), ("above", above))
+        allowed = "".join(f" {word} {limit:g}" for word, limit in limits if limit is not None)
+        raise ValueError(f"config.json: {key} must be a number{allowed}, got {value!r}")
     return number
+
+
+def read_cap(hf_config: HFConfig, key: str, default: float | None = None) -> float:
+    """The number under `key` that limits values; 0 = no limit, which null and 0 state.
+
+    Raises:
+        ValueError: the value is not a number of at least 0.
+    """
+    return read_number({key: hf_config.get(key, default)}, key, 0.0, at_least=0)
+
+
+def read_flag(hf_config: HFConfig, key: str, default: bool) -> bool:
+    """The flag under `key`; the default if it is missing. Null is false, as in transformers.
+
+    Raises:
+        ValueError: the value is neither true nor false.
+    """
+    value = hf_config.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"config.json: {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def read_name(hf_config: HFConfig, key: str, supported: Collection[str], default: str) -> str:
+    """The name under `key`; the default if it is missing.
+
+    Raises:
+        ValueError: it is not among `supported`.
+    """
+    name = hf_config.get(key, default)
+    if not isinstance(name, str) or name not in supported:
+        raise ValueError(
+            f"config.json: {key}={name} is not supported; supported: {', '.join(supported)}"
+        )
+    return name
+
+
+def read_object(hf_config: HFConfig, key: str) -> HFConfig:
+    """The object under `key`; an empty one if it is missing or null.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    value = read_first(hf_config, key, default={})
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {key} must be an object, got {value!r}")  # noqa: TRY004 - the file is wrong
+    return value
+
+
+def with_defaults(hf_config: HFConfig, defaults: HFConfig) -> dict[str, Any]:
+    """The config, with the values of `defaults` for keys that are missing or null."""
+    return {
+        **hf_config,
+        **{key: read_first(hf_config, key, default=defaults[key]) for key in defaults},
+    }
 
 
 def read_layers(hf_config: HFConfig, key: str, num_layers: int) -> tuple[int, ...] | None:
@@ -127,7 +199,9 @@ def read_layers(hf_config: HFConfig, key: str, num_layers: int) -> tuple[int, ..
     listed = hf_config.get(key)
     if listed is None:
         return None
-    if not isinstance(listed, list | tuple) or any(one not in range(num_layers) for one in listed):
+    if not isinstance(listed, list | tuple) or any(
+        type(one) is not int or one not in range(num_layers) for one in listed
+    ):
         raise ValueError(f"config.json: {key}={listed!r} must name layers 0 to {num_layers - 1}")
     return tuple(listed)
 

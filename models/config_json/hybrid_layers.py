@@ -12,6 +12,7 @@ from ostinato.models.config.recurrent_spec import DeltaSpec, ShortConvSpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.config_json.hf_fields import (
     read_first,
+    read_flag,
     read_integer,
     read_layers,
     read_number,
@@ -211,7 +212,7 @@ def read_lfm2_config(
         layers=recurrent_layers(kinds, _CONVOLUTION, config.num_layers),
         channels=size,
         conv_width=read_conv_width(hf_config, "conv_L_cache", 3),
-        has_bias=bool(hf_config.get("conv_bias", False)),
+        has_bias=read_flag(hf_config, "conv_bias", False),
     )
     inner = config.intermediate_size
     return replace(
@@ -231,11 +232,11 @@ def _kinds_by_index(hf_config: HFConfig, num_layers: int) -> Sequence[str]:
 
 def _adjusted_size(hf_config: HFConfig, size: int) -> int:
     """The intermediate size of an MLP: two thirds of the stated one times a factor, rounded up."""
-    if not hf_config.get("block_auto_adjust_ff_dim", True):
+    if not read_flag(hf_config, "block_auto_adjust_ff_dim", True):
         return size
-    size = int(2 * size / 3)
+    size = 2 * size // 3
     if hf_config.get("block_ffn_dim_multiplier", 1.0) is None:
         return size
-    factor = read_number(hf_config, "block_ffn_dim_multiplier", 1.0)
+    factor = read_number(hf_config, "block_ffn_dim_multiplier", 1.0, above=0)
     multiple = read_integer(hf_config, "block_multiple_of", default=256)
     return multiple * -(-int(factor * size) // multiple)

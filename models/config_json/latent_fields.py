@@ -7,7 +7,7 @@ from dataclasses import replace
 from ostinato.models.config.latent_spec import LatentSpec
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_values
 from ostinato.models.config_json.rope_fields import temperature_of
 
 __all__ = ("read_latent_config",)
@@ -57,6 +57,6 @@ def read_latent_config(
             query_rank=0 if rank is None else read_integer(hf_config, "q_lora_rank"),
             kv_rank=read_integer(hf_config, "kv_lora_rank"),
             rope_dim=rope_dim,
-            is_interleaved=bool(hf_config.get("rope_interleave", True)),
+            is_interleaved=read_flag(hf_config, "rope_interleave", True),
         ),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ostinato.models.config.model_config import HFConfig
-from ostinato.models.config_json.hf_fields import read_integer, refuse_other_kinds
+from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_kinds
 
 __all__ = (
     "WindowRule",
@@ -56,8 +56,9 @@ def switched_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
     Raises:
         ValueError: as `listed_windows`.
     """
-    first = int(hf_config.get("max_window_layers", 28))
-    window = hf_config.get("sliding_window") if hf_config.get("use_sliding_window") else None
+    first = read_integer(hf_config, "max_window_layers", default=28, at_least=0)
+    has_windows = read_flag(hf_config, "use_sliding_window", False)
+    window = hf_config.get("sliding_window") if has_windows else None
     kinds = layer_types_where(hf_config, lambda layer: layer >= first)
     return listed_windows({**hf_config, "sliding_window": window, **kinds}, num_layers)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_integer, read_layers
+from ostinato.models.config_json.hf_fields import read_flag, read_integer, read_layers, read_number
 from ostinato.ops.moe.routing import RouteSpec, Scoring
 
 __all__ = (
@@ -121,15 +121,15 @@ def read_deepseek_experts(
         ValueError: a number is missing or does not fit the others; the text names its key.
     """
     size = read_integer(hf_config, "moe_intermediate_size")
-    num_dense = int(hf_config.get("first_k_dense_replace", 0))
+    num_dense = read_integer(hf_config, "first_k_dense_replace", default=0, at_least=0)
     return MoESpec(
         route=read_route(
             hf_config,
             scoring=scoring,
-            renormalize=bool(hf_config.get("norm_topk_prob", True))
+            renormalize=read_flag(hf_config, "norm_topk_prob", True)
             if renormalize is None
             else renormalize,
-            scale=float(hf_config.get("routed_scaling_factor", 1.0)),
+            scale=read_number(hf_config, "routed_scaling_factor", 1.0, above=0),
             group_top=group_top,
         ),
         intermediate_size=size,

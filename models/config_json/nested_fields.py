@@ -7,7 +7,13 @@ from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config_json.decoder_fields import MUST_BE
-from ostinato.models.config_json.hf_fields import read_first, refuse_other_values
+from ostinato.models.config_json.hf_fields import (
+    read_first,
+    read_flag,
+    read_name,
+    read_object,
+    refuse_other_values,
+)
 from ostinato.ops.rope import Rope
 
 __all__ = (
@@ -42,14 +48,13 @@ def read_text_config(
         ValueError: `text_config` is not an object, or a key has a value that is not supported.
     """
     refuse_other_values(hf_config, MUST_BE)
-    nested = hf_config.get("text_config")
-    if nested is not None and not isinstance(nested, Mapping):
-        raise ValueError(f"config.json: text_config must be an object, got {nested!r}")
-    stated: HFConfig = hf_config if nested is None else nested
+    nested = read_object(hf_config, "text_config")
+    stated = hf_config if hf_config.get("text_config") is None else nested
     if is_tied is None:
-        is_tied = bool(hf_config.get("tie_word_embeddings")) or bool(
-            stated.get("tie_word_embeddings")
+        outer, inner = (
+            read_flag(each, "tie_word_embeddings", False) for each in (hf_config, stated)
         )
+        is_tied = outer or inner
     dtype = read_first(hf_config, "dtype", "torch_dtype")
     if dtype is None:
         dtype = read_first(stated, "dtype", "torch_dtype")
@@ -73,19 +78,13 @@ def text_kind(hf_config: HFConfig, supported: Collection[str], default: str) -> 
     Raises:
         ValueError: it is not supported.
     """
-    nested = hf_config.get("text_config") or {}
-    kind = nested.get("model_type", default) if isinstance(nested, Mapping) else default
-    if kind not in supported:
-        raise ValueError(
-            f"config.json: text_config.model_type={kind} is not supported; supported: "
-            f"{', '.join(supported)}"
-        )
-    return kind
+    nested, key = read_object(hf_config, "text_config"), "text_config.model_type"
+    return read_name({key: nested.get("model_type", default)}, key, supported, default)
 
 
 def with_theta(text_config: HFConfig, theta: float) -> HFConfig:
     """The keys of a decoder whose rotary embedding has this base if none is stated."""
-    parameters = text_config.get("rope_parameters") or {}
+    parameters = read_object(text_config, "rope_parameters")
     if text_config.get("rope_theta") is not None or "rope_theta" in parameters:
         return text_config
     return {**text_config, "rope_theta": theta}

@@ -10,6 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ostinato.models.config.model_config import HFConfig, QueryTemperature
+from ostinato.models.config_json.hf_fields import (
+    read_first,
+    read_flag,
+    read_integer,
+    read_number,
+    read_object,
+)
 from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.rope import (
     LinearScaling,
@@ -72,10 +79,10 @@ def read_rope(
     parameters = _rope_parameters(hf_config, default_theta)
     kind = parameters.get("rope_type", "default")
     _refuse_unknown(kind, parameters)
-    fraction = (
-        parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-        or default_fraction
-    )
+    key = "partial_rotary_factor"
+    fraction = read_number({**hf_config, **parameters}, key, default_fraction, above=0)
+    if fraction > 1:
+        raise ValueError(f"config.json: {key} must be at most 1, got {fraction}")
     rotary_dim = int(head_dim * fraction)
     if kind == "default" and parameters.get("factor", 1) != 1:
         raise ValueError(
@@ -86,15 +93,9 @@ def read_rope(
         raise ValueError(f"config.json: the rotary part of a head must be even, got {rotary_dim}")
 
     def number(key: str, default: float | None = None) -> float:
-        value = parameters.get(key)
-        if value is None:
-            value = default
-        try:
-            return float(value)  # pyright: ignore[reportArgumentType] - checked by trying
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"config.json: rope_type={kind!r} needs a number {key}, got {value!r}"
-            ) from error
+        if default is None and parameters.get(key) is None:
+            raise ValueError(f"config.json: rope_type={kind!r} needs a number {key}")
+        return read_number(parameters, key, default or 0.0, above=0)
 
     original = _original_positions(hf_config, parameters) or max_positions
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
@@ -105,13 +106,13 @@ def read_rope(
             factor=number("factor"),
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
-            original_max_position=int(original),
+            original_max_position=original,
         )
     elif kind == "longrope":
         scaling = LongRopeScaling(
             short_factors=_factors(parameters, "short_factor", rotary_dim // 2),
             long_factors=_factors(parameters, "long_factor", rotary_dim // 2),
-            original_max_position=int(original),
+            original_max_position=original,
             attention_factor=number(
                 "attention_factor",
                 default=_longrope_attention(
@@ -123,19 +124,19 @@ def read_rope(
         factor = number("factor", default=max_positions / original)
         scaling = YarnScaling(
             factor=factor,
-            original_max_position=int(original),
+            original_max_position=original,
             attention_factor=number(
                 "attention_factor", default=_yarn_attention(parameters, factor)
             ),
             beta_fast=number("beta_fast", default=32.0),
             beta_slow=number("beta_slow", default=1.0),
-            truncate=bool(parameters.get("truncate", True)),
+            truncate=read_flag(parameters, "truncate", True),
         )
     return Rope(rotary_dim=rotary_dim, theta=number("rope_theta"), scaling=scaling)
 
 
 def _refuse_unknown(kind: str, parameters: HFConfig) -> None:
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(_KEYS)}"
         )
@@ -161,11 +162,12 @@ def rope_by_layer_type(
         local_theta: the base of layers with a window, in older configs.
 
     Raises:
-        ValueError: `rope_parameters` lacks a layer type.
+        ValueError: `rope_parameters` is no object or lacks a layer type, or `rope_theta` is not a
+            number above 0.
     """
-    by_type = hf_config.get("rope_parameters")
-    if by_type is None:
-        stated = float(hf_config.get("rope_theta", theta))
+    by_type = read_object(hf_config, "rope_parameters")
+    if hf_config.get("rope_parameters") is None:
+        stated = read_number(hf_config, "rope_theta", theta, above=0)
         scaling = hf_config.get("rope_scaling")
         return {"rope_theta": stated, "rope_scaling": scaling}, {"rope_theta": local_theta}
     missing = {"full_attention", "sliding_attention"} - by_type.keys()
@@ -182,12 +184,15 @@ def read_rope_kinds(hf_config: HFConfig, num_layers: int) -> tuple[str | None, .
     `no_rope_layer_interval`-th layer does not rotate. The list may be longer than the model.
 
     Raises:
-        ValueError: the list is shorter than the model.
+        ValueError: the list is shorter than the model or has other values, or the interval is not
+            an integer of at least 1.
     """
-    interval = int(hf_config.get("no_rope_layer_interval", 4))
-    rotates = hf_config.get("no_rope_layers") or [
-        (layer + 1) % interval for layer in range(num_layers)
-    ]
+    interval = read_integer(hf_config, "no_rope_layer_interval", default=4)
+    default = [(layer + 1) % interval for layer in range(num_layers)]
+    rotates = read_first(hf_config, "no_rope_layers", default=default)
+    if not isinstance(rotates, list | tuple) or any(not isinstance(one, int) for one in rotates):
+        raise ValueError(f"config.json: no_rope_layers must have 0 or 1 for each layer: {rotates}")
+    rotates = rotates or default
     if len(rotates) < num_layers:
         raise ValueError(
             f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers"
@@ -196,12 +201,22 @@ def read_rope_kinds(hf_config: HFConfig, num_layers: int) -> tuple[str | None, .
 
 
 def read_query_temperature(hf_config: HFConfig) -> QueryTemperature | None:
-    """The factor of queries in layers that do not rotate; None if the config turns it off."""
-    if not hf_config.get("attn_temperature_tuning", True):
+    """The factor of queries in layers that do not rotate; None if the config turns it off.
+
+    Raises:
+        ValueError: a value is not supported.
+    """
+    # Published files have 4 here.
+    is_on = hf_config.get("attn_temperature_tuning", True)
+    if is_on is not None and not isinstance(is_on, int):
+        raise ValueError(
+            f"config.json: attn_temperature_tuning must be true or false, got {is_on!r}"
+        )
+    if not is_on:
         return None
     return QueryTemperature(
-        scale=float(hf_config.get("attn_scale", 0.1)),
-        floor=float(hf_config.get("floor_scale", 8192)),
+        scale=read_number(hf_config, "attn_scale", 0.1, at_least=0),
+        floor=read_number(hf_config, "floor_scale", 8192, above=0),
     )
 
 
@@ -222,12 +237,12 @@ def take_query_growth(
         ValueError: `llama_4_scaling_beta` is not a number.
     """
     parameters = _rope_parameters(hf_config)
-    scale = parameters.get(_GROWTH)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise ValueError(  # noqa: TRY004 - the file is wrong
-            f"config.json: rope_parameters must have a number {_GROWTH}, got {scale!r}; with 0 "
+    if parameters.get(_GROWTH) is None:
+        raise ValueError(
+            f"config.json: rope_parameters must have a number {_GROWTH}, got None; with 0 "
             "queries do not grow"
         )
+    scale = read_number(parameters, _GROWTH, 0.0, at_least=0)
     floor = _original_positions(hf_config, parameters) or max_positions
     # transformers does not read the context among the rotary parameters.
     unread = (_GROWTH, "max_position_embeddings")
@@ -235,9 +250,7 @@ def take_query_growth(
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(stated := hf_config.get(name), Mapping):
             cleaned[name] = {key: each for key, each in stated.items() if key not in unread}
-    temperature = QueryTemperature(
-        scale=float(scale), floor=float(floor), offset=0, in_all_layers=True
-    )
+    temperature = QueryTemperature(scale=scale, floor=float(floor), offset=0, in_all_layers=True)
     return cleaned, temperature
 
 
@@ -283,7 +296,9 @@ def _original_positions(hf_config: HFConfig, parameters: HFConfig) -> int | None
         raise ValueError(
             f"config.json: {key}={outer}, but its rotary parameters say {inner}; they must agree"
         )
-    return inner if outer is None else outer
+    found = parameters if outer is None else hf_config
+    # Some files have an integer as a float.
+    return None if found.get(key) is None else int(read_number(found, key, 0.0, at_least=2))
 
 
 def _factors(parameters: HFConfig, key: str, count: int) -> tuple[float, ...]:
@@ -295,7 +310,7 @@ def _factors(parameters: HFConfig, key: str, count: int) -> tuple[float, ...]:
             f"config.json: rope_type='longrope' needs {count} numbers in {key}, one for each "
             f"rotated pair, got {got}"
         )
-    return tuple(float(factor) for factor in factors)
+    return tuple(read_number({key: factor}, key, 0.0, above=0) for factor in factors)
 
 
 def _longrope_attention(factor: float, original: float) -> float:
@@ -308,7 +323,9 @@ def _yarn_attention(parameters: HFConfig, factor: float) -> float:
 
     The formula is that of arXiv:2309.00071, section 3.4.
     """
-    one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    one, all_dims = (
+        read_number(parameters, key, 0.0, at_least=0) for key in ("mscale", "mscale_all_dim")
+    )
     if one and all_dims:
         return _yarn_magnitude(one, factor) / _yarn_magnitude(all_dims, factor)
     return _yarn_magnitude(1.0, factor)
@@ -325,10 +342,10 @@ def temperature_of(hf_config: HFConfig) -> float:
     elements alone is in the rotary tables (`read_rope`).
     """
     parameters = _rope_parameters(hf_config)
-    weight = parameters.get("mscale_all_dim")
+    weight = read_number(parameters, "mscale_all_dim", 0.0, at_least=0)
     if parameters.get("rope_type", "default") == "default" or not weight:
         return 1.0
-    return _yarn_magnitude(float(weight), float(parameters.get("factor", 1.0))) ** 2
+    return _yarn_magnitude(weight, read_number(parameters, "factor", 1.0, above=0)) ** 2
 
 
 def stretched_context(rope: Rope | None, max_positions: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.recurrent_spec import StateSpaceSpec
-from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_values
 from ostinato.models.config_json.hybrid_layers import read_conv_width
 
 __all__ = ("read_nemotron_state_space", "read_state_space")
@@ -63,8 +63,8 @@ def read_state_space(
         state_size=read_integer(hf_config, "mamba_d_state", default=256),
         num_groups=num_groups,
         conv_width=conv_width,
-        has_conv_bias=bool(hf_config.get("mamba_conv_bias", True)),
-        has_bias=bool(hf_config.get("mamba_proj_bias", False)),
+        has_conv_bias=read_flag(hf_config, "mamba_conv_bias", True),
+        has_bias=read_flag(hf_config, "mamba_proj_bias", False),
         step_limits=_step_limits(hf_config),
         norm_eps=norm_eps,
     )
@@ -100,8 +100,8 @@ def read_nemotron_state_space(
         state_size=state_size,
         num_groups=num_groups,
         conv_width=read_conv_width(stated, "conv_kernel", 4),
-        has_conv_bias=bool(stated.get("use_conv_bias", True)),
-        has_bias=bool(stated.get("use_bias", False)),
+        has_conv_bias=read_flag(stated, "use_conv_bias", True),
+        has_bias=read_flag(stated, "use_bias", False),
         step_limits=_step_limits(stated),
         norm_eps=norm_eps,
     )
@@ -131,5 +131,5 @@ def _number(value: Any) -> float:
         value = value.get("__float__")
     try:
         return float(value)  # pyright: ignore[reportArgumentType] - checked by trying
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return math.nan

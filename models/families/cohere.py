@@ -12,7 +12,7 @@ from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_integer, read_number, refuse_other_values
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
@@ -48,7 +48,8 @@ class CohereForCausalLM(Decoder):
             qkv_bias=config.block.qkv_bias,
             out_bias=config.block.out_bias,
         )
-        return replace(config, block=block, logit_scale=float(hf_config.get("logit_scale", 0.0625)))
+        logit_scale = read_number(hf_config, "logit_scale", 0.0625, above=0)
+        return replace(config, block=block, logit_scale=logit_scale)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
@@ -63,7 +64,7 @@ class Cohere2ForCausalLM(CohereForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        pattern = int(hf_config.get("sliding_window_pattern", 4))
+        pattern = read_integer(hf_config, "sliding_window_pattern", default=4)
         defaults = {"rope_theta": 10_000.0, "sliding_window": 4096}
         stated = {**defaults, **hf_config, **layer_types_every(hf_config, pattern)}
         config = super().read_config(stated, generation_config)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import grouped_parts, rotated_last
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_name, refuse_other_values
 from ostinato.models.config_json.latent_fields import read_latent_config
 from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
@@ -38,12 +38,7 @@ class DeepseekV2ForCausalLM(Decoder):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         refuse_other_values(hf_config, _MUST_BE)
-        method = hf_config.get("topk_method", "greedy")
-        if method not in _GROUP_TOP:
-            raise ValueError(
-                f"config.json: topk_method={method!r} is not supported; supported: "
-                f"{', '.join(_GROUP_TOP)}"
-            )
+        method = read_name(hf_config, "topk_method", _GROUP_TOP, "greedy")
         config = read_latent_config(hf_config, generation_config)
         moe = read_deepseek_experts(
             hf_config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import refuse_other_values, with_defaults
 from ostinato.models.config_json.latent_fields import read_latent_config
 from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.families.deepseek_v2 import DeepseekV2ForCausalLM
@@ -30,5 +30,5 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     ) -> ModelConfig:
         refuse_other_values(hf_config, _MUST_BE)
         config = read_latent_config(hf_config, generation_config)
-        stated = {**_DEFAULTS, **hf_config}
+        stated = with_defaults(hf_config, _DEFAULTS)
         return replace(config, moe=read_deepseek_experts(stated, config.num_layers))

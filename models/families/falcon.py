@@ -13,7 +13,7 @@ from ostinato.models.checkpoints.row_orders import per_group_qkv
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_values
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.alibi import alibi_slopes
@@ -54,17 +54,17 @@ class FalconForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        is_grouped = bool(hf_config.get("new_decoder_architecture", False))
+        is_grouped = read_flag(hf_config, "new_decoder_architecture", False)
         if is_grouped:
             refuse_other_values(hf_config, {"parallel_attn": True})
             stated = hf_config
         else:
             # Configs of the older architecture can also state a number of key and value heads,
             # which has no effect.
-            is_multi_query = hf_config.get("multi_query", True)
+            is_multi_query = read_flag(hf_config, "multi_query", True)
             stated = {**hf_config, "num_kv_heads": 1 if is_multi_query else None}
         config = read_decoder_config(stated, generation_config, _KEYS)
-        has_bias = bool(hf_config.get("bias", False))
+        has_bias = read_flag(hf_config, "bias", False)
         block = BlockSpec(
             norm=NormKind.layer,
             residual=_residual(hf_config, is_grouped),
@@ -73,7 +73,7 @@ class FalconForCausalLM(Decoder):
             is_gated=False,
             mlp_bias=has_bias,
         )
-        if not hf_config.get("alibi", False):
+        if not read_flag(hf_config, "alibi", False):
             return replace(config, block=block)
         # The slopes have the same scale as the products of queries and keys.
         slopes = alibi_slopes(config.num_heads, scale=config.head_dim**-0.5)
@@ -94,7 +94,7 @@ class FalconForCausalLM(Decoder):
 
 
 def _residual(hf_config: HFConfig, is_grouped: bool) -> Residual:
-    if not hf_config.get("parallel_attn", True):
+    if not read_flag(hf_config, "parallel_attn", True):
         return Residual.sequential
-    num_norms = hf_config.get("num_ln_in_parallel_attn") or (2 if is_grouped else 1)
+    num_norms = read_integer(hf_config, "num_ln_in_parallel_attn", default=1 + is_grouped)
     return Residual.parallel if is_grouped and num_norms == 2 else Residual.parallel_one_norm

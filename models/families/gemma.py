@@ -7,7 +7,7 @@ from dataclasses import replace
 from ostinato.models.config.block_spec import BlockSpec, NormKind
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("GemmaForCausalLM", "read_gemma_config")
@@ -24,8 +24,8 @@ def read_gemma_config(
     Raises:
         ValueError: as `read_decoder_config`; or the model's attention is bidirectional.
     """
-    is_causal = not hf_config.get("use_bidirectional_attention")
-    refuse_other_values({"use_bidirectional_attention": not is_causal}, _MUST_BE)
+    is_two_sided = read_flag(hf_config, "use_bidirectional_attention", False)
+    refuse_other_values({"use_bidirectional_attention": is_two_sided}, _MUST_BE)
     activation = hf_config.get("hidden_activation")
     if activation is None:
         # Early configs have `gelu` here, although the model uses its approximation by tanh.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.hf_fields import read_cap, read_number
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.llama import LlamaForCausalLM
@@ -41,7 +42,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
         return replace(
             config,
             sliding_windows=listed_windows(stated, config.num_layers),
-            attention_scale=float(hf_config.get("query_pre_attn_scalar", 256)) ** -0.5,
-            attention_soft_cap=float(hf_config.get("attn_logit_softcapping", 50.0) or 0.0),
-            logit_soft_cap=float(hf_config.get("final_logit_softcapping", 30.0) or 0.0),
+            attention_scale=read_number(hf_config, "query_pre_attn_scalar", 256, above=0) ** -0.5,
+            attention_soft_cap=read_cap(hf_config, "attn_logit_softcapping", 50.0),
+            logit_soft_cap=read_cap(hf_config, "final_logit_softcapping", 30.0),
         )

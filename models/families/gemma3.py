@@ -8,7 +8,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.tower_layouts import SIGLIP_NAMES, TOWER, with_projector
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_cap, read_flag, read_integer, read_number
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.rope_fields import read_rope, rope_by_layer_type
@@ -35,12 +35,12 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        pattern = int(hf_config.get("sliding_window_pattern", 6))
+        pattern = read_integer(hf_config, "sliding_window_pattern", default=6)
         stated = {"sliding_window": 4096, **hf_config, **layer_types_every(hf_config, pattern)}
         everywhere, local = rope_by_layer_type(
             hf_config,
             theta=1_000_000.0,
-            local_theta=float(hf_config.get("rope_local_base_freq", 10_000.0)),
+            local_theta=read_number(hf_config, "rope_local_base_freq", 10_000.0, above=0),
         )
         stated = {key: value for key, value in stated.items() if not key.startswith("rope_")}
         config = read_gemma_config({**stated, **everywhere}, generation_config, _BLOCK)
@@ -53,9 +53,9 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
             sliding_windows=windows,
             local_rope=read_rope(local, config.head_dim, max_positions),
             rope_kinds=tuple(LOCAL_ROPE if window else DEFAULT_ROPE for window in windows),
-            attention_scale=float(hf_config.get("query_pre_attn_scalar", 256)) ** -0.5,
-            attention_soft_cap=float(hf_config.get("attn_logit_softcapping") or 0.0),
-            logit_soft_cap=float(hf_config.get("final_logit_softcapping") or 0.0),
+            attention_scale=read_number(hf_config, "query_pre_attn_scalar", 256, above=0) ** -0.5,
+            attention_soft_cap=read_cap(hf_config, "attn_logit_softcapping"),
+            logit_soft_cap=read_cap(hf_config, "final_logit_softcapping"),
         )
 
 
@@ -80,7 +80,7 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        is_tied = bool(hf_config.get("tie_word_embeddings", True))
+        is_tied = read_flag(hf_config, "tie_word_embeddings", True)
         text = read_text_config(hf_config, GEMMA3_TEXT, is_tied=is_tied)
         config = super().read_config(text, generation_config)
         return replace(config, vision=read_gemma3_vision(hf_config, config.hidden_size))

@@ -9,6 +9,7 @@ from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import BlockSpec, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.hf_fields import read_flag
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 
@@ -36,7 +37,7 @@ class Glm4ForCausalLM(Decoder):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         config = read_decoder_config(hf_config, generation_config, _KEYS)
-        has_bias = bool(hf_config.get("attention_bias", True))
+        has_bias = read_flag(hf_config, "attention_bias", True)
         return replace(config, block=BlockSpec(residual=Residual.sandwich, qkv_bias=has_bias))
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:

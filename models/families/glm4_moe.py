@@ -8,6 +8,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import QKNorm
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.hf_fields import read_flag, with_defaults
 from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
@@ -36,10 +37,11 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         config = read_decoder_config(hf_config, generation_config, _KEYS)
-        qk_norm = QKNorm.head if hf_config.get("use_qk_norm", False) else QKNorm.none
+        qk_norm = QKNorm.head if read_flag(hf_config, "use_qk_norm", False) else QKNorm.none
+        stated = with_defaults(hf_config, {"first_k_dense_replace": 1})
         return replace(
             config,
-            moe=read_deepseek_experts({"first_k_dense_replace": 1, **hf_config}, config.num_layers),
+            moe=read_deepseek_experts(stated, config.num_layers),
             block=replace(config.block, qk_norm=qk_norm, out_bias=False),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import refuse_other_kinds
+from ostinato.models.config_json.hf_fields import refuse_other_kinds, with_defaults
 from ostinato.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 
 __all__ = ("Glm4MoeLiteForCausalLM",)
@@ -26,7 +26,7 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = super().read_config({**_DEFAULTS, **hf_config}, generation_config)
+        config = super().read_config(with_defaults(hf_config, _DEFAULTS), generation_config)
         kinds = hf_config.get("mlp_layer_types")
         if kinds is None:
             return config

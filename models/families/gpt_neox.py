@@ -9,6 +9,7 @@ from ostinato.models.checkpoints.row_orders import per_head_qkv
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.hf_fields import read_flag
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 
@@ -50,8 +51,8 @@ class GPTNeoXForCausalLM(Decoder):
         older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
         stated = {new: hf_config[old] for new, old in older.items() if old in hf_config}
         config = read_decoder_config({**stated, **hf_config}, generation_config, _KEYS)
-        has_bias = bool(hf_config.get("attention_bias", True))
-        is_parallel = hf_config.get("use_parallel_residual", True)
+        has_bias = read_flag(hf_config, "attention_bias", True)
+        is_parallel = read_flag(hf_config, "use_parallel_residual", True)
         block = BlockSpec(
             norm=NormKind.layer,
             residual=Residual.parallel if is_parallel else Residual.sequential,

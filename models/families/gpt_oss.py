@@ -10,7 +10,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
@@ -72,7 +72,7 @@ class GptOssForCausalLM(Decoder):
         if not (stated.get("rope_scaling") or stated.get("rope_parameters")):
             stated["rope_scaling"] = _YARN
         config = read_decoder_config(stated, generation_config, _KEYS)
-        has_bias = bool(hf_config.get("attention_bias", True))
+        has_bias = read_flag(hf_config, "attention_bias", True)
         moe = MoESpec(
             route=read_route(hf_config, scoring=Scoring.top_softmax, renormalize=False),
             intermediate_size=config.intermediate_size,

@@ -25,7 +25,7 @@ def with_multipliers(config: ModelConfig, hf_config: HFConfig) -> ModelConfig:
         ValueError: a multiplier is not positive.
     """
     embedding, attention, residual, logits = (
-        _positive(hf_config, key)
+        read_number(hf_config, key, 1.0, above=0)
         for key in (
             "embedding_multiplier",
             "attention_multiplier",
@@ -40,13 +40,6 @@ def with_multipliers(config: ModelConfig, hf_config: HFConfig) -> ModelConfig:
         norm_eps=config.norm_eps / residual**2,
         logit_scale=1.0 / logits,
     )
-
-
-def _positive(hf_config: HFConfig, key: str) -> float:
-    value = read_number(hf_config, key, 1.0)
-    if not value > 0:
-        raise ValueError(f"config.json: {key} must be above 0, got {value}")
-    return value
 
 
 class GraniteForCausalLM(LlamaForCausalLM):

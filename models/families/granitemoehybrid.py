@@ -74,7 +74,7 @@ class GraniteMoeHybridForCausalLM(Decoder):
         recurrent = read_state_space(hf_config, layers, config.norm_eps)
         shared_size = read_integer(hf_config, "shared_intermediate_size", default=1024)
         moe = None
-        if hf_config.get("num_local_experts", 8) != 0:
+        if read_integer(hf_config, "num_local_experts", default=8, at_least=0):
             moe = MoESpec(
                 route=read_route(hf_config, scoring=Scoring.top_softmax, renormalize=False),
                 intermediate_size=config.intermediate_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.hf_fields import read_flag
 from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import LLAVA_TEXTS
 from ostinato.models.config_json.towers.tiled_tower_fields import read_idefics_vision
@@ -48,7 +49,7 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
         text_kind(hf_config, ("llama",), "llama")
         stated = hf_config.get("text_config")
         nested = {"rms_norm_eps": _NO_TEXT_EPS} if stated is None else stated
-        is_tied = bool(hf_config.get("tie_word_embeddings", False))
+        is_tied = read_flag(hf_config, "tie_word_embeddings", False)
         text = read_text_config(
             {**hf_config, "text_config": nested}, LLAVA_TEXTS["llama"], is_tied=is_tied
         )

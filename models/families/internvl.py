@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config_json.hf_fields import read_flag
 from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import LLAVA_TEXTS
 from ostinato.models.config_json.towers.tiled_tower_fields import read_intern_vision
@@ -74,7 +75,7 @@ class InternVLForConditionalGeneration(Decoder):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         kind = text_kind(hf_config, _TEXTS, "qwen2")
-        is_tied = bool(hf_config.get("tie_word_embeddings", True))
+        is_tied = read_flag(hf_config, "tie_word_embeddings", True)
         nested = {**hf_config, "text_config": hf_config.get("text_config") or {}}
         text = read_text_config(nested, LLAVA_TEXTS[kind], is_tied=is_tied)
         config = _TEXTS[kind].read_config(text, generation_config)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_integer, read_number
+from ostinato.models.config_json.hf_fields import read_flag, read_integer, read_number
 from ostinato.models.config_json.hybrid_layers import read_lfm2_config
 from ostinato.models.config_json.moe_fields import read_route
 from ostinato.models.families.lfm2 import Lfm2ForCausalLM
@@ -30,11 +30,11 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
             route=read_route(
                 hf_config,
                 scoring=Scoring.sigmoid,
-                renormalize=bool(hf_config.get("norm_topk_prob", True)),
-                scale=read_number(hf_config, "routed_scaling_factor", 1.0),
+                renormalize=read_flag(hf_config, "norm_topk_prob", True),
+                scale=read_number(hf_config, "routed_scaling_factor", 1.0, above=0),
             ),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
             layers=tuple(layer >= num_dense for layer in range(config.num_layers)),
-            has_score_bias=bool(hf_config.get("use_expert_bias", True)),
+            has_score_bias=read_flag(hf_config, "use_expert_bias", True),
         )
         return replace(config, moe=moe)

@@ -10,7 +10,7 @@ from ostinato.models.config.block_spec import QKNorm
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.layer_windows import read_chunked_windows
 from ostinato.models.config_json.moe_fields import interleaved_layers, read_route
 from ostinato.models.config_json.rope_fields import read_query_temperature, read_rope_kinds
@@ -60,7 +60,7 @@ class Llama4ForCausalLM(Decoder):
             scales_input=True,
             shared_size=expert_size,
         )
-        has_norm = bool(hf_config.get("use_qk_norm", True))
+        has_norm = read_flag(hf_config, "use_qk_norm", True)
         return replace(
             config,
             sliding_windows=read_chunked_windows(hf_config, config.max_model_len, rope_kinds),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ostinato.models.checkpoints.tower_layouts import with_names_of, with_projector
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.nested_fields import read_text_config
+from ostinato.models.config_json.hf_fields import read_first
+from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import MISTRAL3_TEXT, MISTRAL3_TEXTS
 from ostinato.models.config_json.towers.pixtral_tower_fields import read_mistral3_vision
 from ostinato.models.decoder import Decoder
@@ -37,14 +37,8 @@ class Mistral3ForConditionalGeneration(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        nested = hf_config.get("text_config")
-        nested = MISTRAL3_TEXT if nested is None else nested
-        kind = nested.get("model_type", "mistral") if isinstance(nested, Mapping) else "mistral"
-        if kind not in _TEXTS:
-            raise ValueError(
-                f"config.json: text_config.model_type={kind} is not supported; supported: "
-                f"{', '.join(_TEXTS)}"
-            )
+        nested = read_first(hf_config, "text_config", default=MISTRAL3_TEXT)
+        kind = text_kind(hf_config, _TEXTS, "mistral")
         # A file that states no `tie_word_embeddings` belongs to a checkpoint with an output head.
         text = read_text_config({**hf_config, "text_config": nested}, MISTRAL3_TEXTS[kind])
         config = _TEXTS[kind].read_config(text, generation_config)

@@ -8,7 +8,13 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
+from ostinato.models.config_json.hf_fields import (
+    read_cap,
+    read_integer,
+    read_number,
+    read_object,
+    refuse_other_values,
+)
 from ostinato.models.decoder import Decoder
 from ostinato.ops.alibi import alibi_slopes
 
@@ -61,15 +67,18 @@ class MptForCausalLM(Decoder):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         refuse_other_values(hf_config, _MUST_BE)
-        attention = hf_config.get("attn_config") or {}
+        attention = read_object(hf_config, "attn_config")
         refuse_other_values(attention, _ATTENTION_MUST_BE)
         ratio = read_integer(hf_config, "expansion_ratio", default=4)
         config = read_decoder_config(hf_config, generation_config, replace(_KEYS, mlp_ratio=ratio))
-        bias_max = float(attention.get("alibi_bias_max", 8))
+        bias_max = read_number(attention, "alibi_bias_max", 8, above=0)
+        scale = None
+        if attention.get("softmax_scale") is not None:
+            scale = read_number(attention, "softmax_scale", 0.0, above=0)
         return replace(
             config,
             block=_BLOCK,
             alibi_slopes=alibi_slopes(config.num_heads, bias_max=bias_max),
-            attention_scale=attention.get("softmax_scale"),
-            qkv_clip=float(attention.get("clip_qkv") or 0.0),
+            attention_scale=scale,
+            qkv_clip=read_cap(attention, "clip_qkv"),
         )

@@ -8,7 +8,12 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer, read_number, refuse_other_values
+from ostinato.models.config_json.hf_fields import (
+    read_flag,
+    read_integer,
+    read_number,
+    refuse_other_values,
+)
 from ostinato.models.config_json.hybrid_layers import PartKind, read_part_kinds
 from ostinato.models.config_json.moe_fields import read_route
 from ostinato.models.config_json.state_space_fields import read_nemotron_state_space
@@ -83,8 +88,8 @@ def _read_experts(hf_config: HFConfig, layers: tuple[bool, ...]) -> MoESpec | No
         route=read_route(
             hf_config,
             scoring=Scoring.sigmoid,
-            renormalize=bool(hf_config.get("norm_topk_prob", True)),
-            scale=read_number(hf_config, "routed_scaling_factor", 1.0),
+            renormalize=read_flag(hf_config, "norm_topk_prob", True),
+            scale=read_number(hf_config, "routed_scaling_factor", 1.0, above=0),
             group_top=2,
         ),
         intermediate_size=read_integer(hf_config, "moe_intermediate_size", default=7688),

@@ -8,7 +8,7 @@ from ostinato.models.config.block_spec import QKNorm
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
 from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.families.llama import LlamaForCausalLM
 
@@ -27,7 +27,7 @@ class OlmoeForCausalLM(LlamaForCausalLM):
         refuse_other_values(hf_config, {"clip_qkv": None})
         config = read_decoder_config(hf_config, generation_config, _KEYS)
         moe = MoESpec(
-            route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", False))),
+            route=read_route(hf_config, renormalize=read_flag(hf_config, "norm_topk_prob", False)),
             intermediate_size=config.intermediate_size,
             layers=every_layer(config.num_layers),
         )

@@ -8,7 +8,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
 from ostinato.models.decoder import Decoder
 
 __all__ = ("OPTForCausalLM",)
@@ -58,7 +58,7 @@ class OPTForCausalLM(Decoder):
                 f"config.json: word_embed_proj_dim={width} is not supported; it must be "
                 f"hidden_size={config.hidden_size}"
             )
-        has_bias = bool(hf_config.get("enable_bias", True))
+        has_bias = read_flag(hf_config, "enable_bias", True)
         block = BlockSpec(
             norm=NormKind.layer,
             qkv_bias=has_bias,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.hf_fields import read_object
 from ostinato.models.config_json.layer_windows import listed_windows
 from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
@@ -28,10 +29,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     ) -> ModelConfig:
         stated = dict(hf_config)
         for form in ("rope_scaling", "rope_parameters"):
-            parameters = stated.get(form) or {}
+            parameters = read_object(stated, form)
             if parameters and "original_max_position_embeddings" not in parameters:
                 stated.setdefault("original_max_position_embeddings", 4096)
-            if {parameters.get("type"), parameters.get("rope_type")} & {"su", "yarn"}:
+            if any(parameters.get(key) in ("su", "yarn") for key in ("type", "rope_type")):
                 # Early files have `su` or `yarn` for longrope.
                 rest = {key: value for key, value in parameters.items() if key != "type"}
                 stated[form] = {**rest, "rope_type": "longrope"}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import architecture_of
-from ostinato.models.config_json.nested_fields import read_text_config
+from ostinato.models.config_json.hf_fields import architecture_of, read_flag, read_object
+from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import QWEN2_TEXT
 from ostinato.models.config_json.towers.sound_encoder_fields import (
     read_flamingo_sound,
@@ -59,18 +58,11 @@ class Qwen2AudioForConditionalGeneration(Qwen2ForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        nested = hf_config.get("text_config") or {}
-        is_tied = False
-        if isinstance(nested, Mapping):
-            kind, is_tied = nested.get("model_type", "qwen2"), nested.get("tie_word_embeddings")
-            if kind != "qwen2":
-                raise ValueError(
-                    f"config.json: text_config.model_type={kind} is not supported, only qwen2"
-                )
+        text_kind(hf_config, ("qwen2",), "qwen2")
+        nested = read_object(hf_config, "text_config")
         # The key at the top level has no effect in transformers.
-        text = read_text_config(
-            {**hf_config, "text_config": nested}, QWEN2_TEXT, is_tied=bool(is_tied)
-        )
+        is_tied = read_flag(nested, "tie_word_embeddings", False)
+        text = read_text_config({**hf_config, "text_config": nested}, QWEN2_TEXT, is_tied=is_tied)
         config = super().read_config(text, generation_config)
         is_flamingo = architecture_of(hf_config).startswith("AudioFlamingo3")
         read_sound = read_flamingo_sound if is_flamingo else read_qwen2_sound

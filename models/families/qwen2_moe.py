@@ -9,7 +9,7 @@ from ostinato.models.config.block_spec import BlockSpec
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.layer_windows import layer_types_where, switched_windows
 from ostinato.models.config_json.moe_fields import read_route, sparse_layers
 from ostinato.models.decoder import LLAMA_NAMES
@@ -37,15 +37,15 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        first = int(hf_config.get("max_window_layers", 28))
+        first = read_integer(hf_config, "max_window_layers", default=28, at_least=0)
         kinds = layer_types_where(hf_config, lambda layer: layer % 2 == 0 and layer < first)
         config = read_decoder_config({**hf_config, **kinds}, generation_config, _KEYS)
         moe = MoESpec(
-            route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", False))),
+            route=read_route(hf_config, renormalize=read_flag(hf_config, "norm_topk_prob", False)),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
             layers=sparse_layers(hf_config, config.num_layers),
             shared_size=read_integer(hf_config, "shared_expert_intermediate_size"),
             shared_gate=True,
         )
-        has_bias = bool(hf_config.get("qkv_bias", True))
+        has_bias = read_flag(hf_config, "qkv_bias", True)
         return replace(config, moe=moe, block=BlockSpec(qkv_bias=has_bias))

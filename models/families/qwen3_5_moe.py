@@ -44,11 +44,12 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         # The models of transformers always divide the weights of a token's experts by their sum.
         refuse_other_values(hf_config, {"norm_topk_prob": True})
         # No block has an MLP of another size.
-        stated = {**hf_config, "intermediate_size": hf_config.get("moe_intermediate_size")}
+        size = read_integer(hf_config, "moe_intermediate_size")
+        stated = {**hf_config, "intermediate_size": size}
         config = read_qwen3_5_config(stated, generation_config)
         moe = MoESpec(
             route=read_route(hf_config),
-            intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
+            intermediate_size=size,
             layers=every_layer(config.num_layers),
             shared_size=read_integer(hf_config, "shared_expert_intermediate_size"),
             shared_gate=True,

@@ -8,7 +8,7 @@ from ostinato.models.config.block_spec import QKNorm
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.layer_windows import switched_windows
 from ostinato.models.config_json.moe_fields import read_route, sparse_layers
 from ostinato.models.families.llama import LlamaForCausalLM
@@ -29,7 +29,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         stated = {**hf_config, "layer_types": None, "max_window_layers": 0}
         config = read_decoder_config(stated, generation_config, _KEYS)
         moe = MoESpec(
-            route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", False))),
+            route=read_route(hf_config, renormalize=read_flag(hf_config, "norm_topk_prob", False)),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
             layers=sparse_layers(hf_config, config.num_layers),
         )

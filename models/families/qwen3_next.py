@@ -9,7 +9,7 @@ from ostinato.models.checkpoints.row_orders import gated_delta_orders, gated_que
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config.recurrent_spec import DeltaSpec
-from ostinato.models.config_json.hf_fields import read_integer
+from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.hybrid_layers import read_gated_delta_config
 from ostinato.models.config_json.moe_fields import read_route, sparse_layers
 from ostinato.models.decoder import Decoder
@@ -66,7 +66,7 @@ class Qwen3NextForCausalLM(Decoder):
     ) -> ModelConfig:
         config = read_gated_delta_config(hf_config, generation_config)
         moe = MoESpec(
-            route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", True))),
+            route=read_route(hf_config, renormalize=read_flag(hf_config, "norm_topk_prob", True)),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
             layers=sparse_layers(hf_config, config.num_layers),
             shared_size=read_integer(hf_config, "shared_expert_intermediate_size"),

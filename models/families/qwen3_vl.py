@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
 from ostinato.models.config_json.nested_fields import (
     interleaved_axes,
     read_text_config,
@@ -69,7 +69,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
 
 def _text_of(hf_config: HFConfig, defaults: HFConfig) -> tuple[HFConfig, tuple[int, ...]]:
     """The keys of the decoder, and the sections of its positions."""
-    is_tied = bool(hf_config.get("tie_word_embeddings", False))
+    is_tied = read_flag(hf_config, "tie_word_embeddings", False)
     text = read_text_config(hf_config, defaults, is_tied=is_tied)
     refuse_other_values(text, {"use_sliding_window": False})
     text, sections = take_sections(text, _SECTIONS, is_interleaved=True)

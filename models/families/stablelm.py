@@ -7,7 +7,7 @@ from dataclasses import replace
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
+from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("StableLmForCausalLM",)
@@ -24,10 +24,10 @@ class StableLmForCausalLM(LlamaForCausalLM):
     ) -> ModelConfig:
         refuse_other_values(hf_config, {"qk_layernorm": False})
         config = read_decoder_config(hf_config, generation_config, _KEYS)
-        is_parallel = hf_config.get("use_parallel_residual", False)
+        is_parallel = read_flag(hf_config, "use_parallel_residual", False)
         block = BlockSpec(
             norm=NormKind.layer,
             residual=Residual.parallel_one_norm if is_parallel else Residual.sequential,
-            qkv_bias=bool(hf_config.get("use_qkv_bias", False)),
+            qkv_bias=read_flag(hf_config, "use_qkv_bias", False),
         )
         return replace(config, block=block)

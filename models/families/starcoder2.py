@@ -8,6 +8,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
+from ostinato.models.config_json.hf_fields import read_flag
 from ostinato.models.config_json.layer_windows import listed_windows
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 
@@ -40,7 +41,7 @@ class Starcoder2ForCausalLM(Decoder):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         config = read_decoder_config(hf_config, generation_config, _KEYS)
-        has_bias = bool(hf_config.get("use_bias", True))
+        has_bias = read_flag(hf_config, "use_bias", True)
         block = BlockSpec(
             norm=NormKind.layer,
             qkv_bias=has_bias,

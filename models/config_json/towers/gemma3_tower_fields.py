@@ -6,8 +6,8 @@ from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.config_json.hf_fields import (
     read_activation,
-    read_first,
     read_integer,
+    read_number,
     refuse_other_values,
 )
 from ostinato.models.config_json.towers.tower_fields import (
@@ -44,7 +44,7 @@ def read_gemma3_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         num_layers=tower_integer(fields, "num_hidden_layers", 12),
         num_heads=tower_integer(fields, "num_attention_heads", 12),
         activation=read_activation(fields, PLACE + "hidden_act", "gelu_pytorch_tanh"),
-        norm_eps=float(read_first(fields, PLACE + "layer_norm_eps", default=1e-6)),
+        norm_eps=read_number(fields, PLACE + "layer_norm_eps", 1e-6, at_least=0),
         patch_size=patch_size,
         image_size=image_size,
         merge_size=_square_edge(hf_config, image_size // patch_size),

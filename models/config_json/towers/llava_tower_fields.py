@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
-from ostinato.models.config_json.hf_fields import read_activation, read_first, refuse_other_values
+from ostinato.models.config_json.hf_fields import (
+    read_activation,
+    read_flag,
+    read_name,
+    read_number,
+    refuse_other_values,
+)
 from ostinato.models.config_json.towers.pixtral_tower_fields import PIXTRAL, read_pixtral_vision
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
@@ -40,14 +46,10 @@ def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         ValueError: a key is missing, or has a value that is not supported.
     """
     fields = tower_fields(hf_config, _LLAVA_TOWER)
-    name = fields.get(PLACE + "model_type", "clip_vision_model")
+    supported = (*_LLAVA_KINDS, PIXTRAL)
+    name = read_name(fields, PLACE + "model_type", supported, "clip_vision_model")
     if name == PIXTRAL:
         return read_pixtral_vision(hf_config, output_size)
-    if name not in _LLAVA_KINDS:
-        raise ValueError(
-            f"config.json: vision_config.model_type={name} is not supported; supported: "
-            f"{', '.join((*_LLAVA_KINDS, PIXTRAL))}"
-        )
     kind = _LLAVA_KINDS[name]
     refuse_other_values(fields, {PLACE + "num_channels": 3})
     is_clip = kind is TowerKind.clip
@@ -72,14 +74,14 @@ def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         activation=read_activation(
             fields, PLACE + "hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh"
         ),
-        norm_eps=float(
-            read_first(fields, PLACE + "layer_norm_eps", default=1e-5 if is_clip else 1e-6)
+        norm_eps=read_number(
+            fields, PLACE + "layer_norm_eps", 1e-5 if is_clip else 1e-6, at_least=0
         ),
         patch_size=patch_size,
         image_size=image_size,
         feature_layers=feature_layers(hf_config.get("vision_feature_layer", -2), num_layers),
         drops_first=strategy == "default",
         projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
-        projector_bias=bool(hf_config.get("multimodal_projector_bias", True)),
+        projector_bias=read_flag(hf_config, "multimodal_projector_bias", True),
     )
     return checked_tower(config, "num_attention_heads")

@@ -9,7 +9,9 @@ from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.config_json.hf_fields import (
     read_activation,
+    read_flag,
     read_integer,
+    read_name,
     refuse_other_values,
 )
 from ostinato.models.config_json.towers.tower_fields import (
@@ -57,7 +59,7 @@ def read_pixtral_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
             hf_config.get("vision_feature_layer", -2), shared["num_layers"]
         ),
         projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
-        projector_bias=bool(hf_config.get("multimodal_projector_bias", True)),
+        projector_bias=read_flag(hf_config, "multimodal_projector_bias", True),
         **shared,
     )
     return _checked(config, fields)
@@ -77,11 +79,7 @@ def read_mistral3_vision(
         ValueError: a key has a value that is not supported.
     """
     fields = tower_fields(hf_config, _MISTRAL3_TOWER)
-    name = fields.get(PLACE + "model_type", PIXTRAL)
-    if name != PIXTRAL:
-        raise ValueError(
-            f"config.json: vision_config.model_type={name} is not supported; supported: {PIXTRAL}"
-        )
+    read_name(fields, PLACE + "model_type", (PIXTRAL,), PIXTRAL)
     shared = _read_shared(fields)
     stated = hf_config.get("vision_feature_layer", -1)
     layers = feature_layers(stated, shared["num_layers"])
@@ -95,7 +93,7 @@ def read_mistral3_vision(
         output_size=output_size,
         feature_layers=layers,
         projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
-        projector_bias=bool(hf_config.get("multimodal_projector_bias", False)),
+        projector_bias=read_flag(hf_config, "multimodal_projector_bias", False),
         merge_size=read_integer(hf_config, "spatial_merge_size", default=2),
         merger_norm_eps=merger_norm_eps,
         **shared,

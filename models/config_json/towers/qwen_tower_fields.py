@@ -8,7 +8,12 @@ from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
-from ostinato.models.config_json.hf_fields import read_activation, read_first, refuse_other_values
+from ostinato.models.config_json.hf_fields import (
+    read_activation,
+    read_first,
+    read_number,
+    refuse_other_values,
+)
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
@@ -42,7 +47,7 @@ def read_qwen2_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
     """
     fields = tower_fields(hf_config)
     hidden_size = tower_integer(fields, "embed_dim", 1280)
-    ratio = read_first(fields, PLACE + "mlp_ratio", default=4)
+    ratio = read_number(fields, PLACE + "mlp_ratio", 4, above=0)
     config = VisionConfig(
         kind=TowerKind.qwen2,
         hidden_size=hidden_size,

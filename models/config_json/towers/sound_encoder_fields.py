@@ -5,14 +5,15 @@ Values that config.json does not state are those of the config classes in transf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ostinato.models.config.audio_config import AudioEncoderConfig, SoundConfig
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config_json.hf_fields import (
     read_activation,
+    read_flag,
     read_integer,
+    read_object,
     refuse_other_values,
 )
 
@@ -51,7 +52,7 @@ def read_flamingo_sound(hf_config: HFConfig, output_size: int) -> SoundConfig:
         output_size=output_size,
         has_hidden_layer=True,
         projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
-        projector_bias=bool(hf_config.get("projector_bias", True)),
+        projector_bias=read_flag(hf_config, "projector_bias", True),
     )
 
 
@@ -85,10 +86,7 @@ def _read_encoder(hf_config: HFConfig, model_type: str) -> AudioEncoderConfig:
 
 def _fields(hf_config: HFConfig) -> dict[str, Any]:
     """The keys of `audio_config`, with their place, for errors."""
-    stated = hf_config.get("audio_config")
-    if stated is not None and not isinstance(stated, Mapping):
-        raise ValueError(f"config.json: audio_config must be an object, got {stated!r}")
-    return {_PLACE + key: value for key, value in (stated or {}).items()}
+    return {_PLACE + key: value for key, value in read_object(hf_config, "audio_config").items()}
 
 
 def _integer(fields: HFConfig, *names: str, default: int) -> int:

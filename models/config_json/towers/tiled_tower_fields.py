@@ -6,8 +6,11 @@ from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import TowerKind, VisionConfig
 from ostinato.models.config_json.hf_fields import (
     read_activation,
-    read_first,
+    read_flag,
     read_integer,
+    read_name,
+    read_number,
+    read_object,
     refuse_other_values,
 )
 from ostinato.models.config_json.towers.tower_fields import (
@@ -36,12 +39,7 @@ def read_intern_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
     fields = tower_fields(hf_config)
     refuse_other_values(fields, {PLACE + "num_channels": 3})
     refuse_other_values(hf_config, {"vision_feature_select_strategy": "default"})
-    norm = fields.get(PLACE + "norm_type", "layer_norm")
-    if norm not in _NORMS:
-        raise ValueError(
-            f"config.json: vision_config.norm_type={norm} is not supported; supported: "
-            f"{', '.join(_NORMS)}"
-        )
+    norm = read_name(fields, PLACE + "norm_type", _NORMS, "layer_norm")
     num_layers = tower_integer(fields, "num_hidden_layers", 24)
     layer = hf_config.get("vision_feature_layer", -1)
     if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
@@ -49,7 +47,7 @@ def read_intern_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
             f"config.json: vision_feature_layer={layer!r} must be one of {-num_layers - 1} to "
             f"{num_layers}, the states of a tower of {num_layers} layers"
         )
-    tower = hf_config.get("vision_config") or {}
+    tower = read_object(hf_config, "vision_config")
     config = VisionConfig(
         kind=TowerKind.internvl,
         output_size=output_size,
@@ -58,16 +56,16 @@ def read_intern_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         num_layers=num_layers,
         num_heads=tower_integer(fields, "num_attention_heads", 16),
         activation=read_activation(fields, PLACE + "hidden_act", "gelu"),
-        norm_eps=float(read_first(fields, PLACE + "layer_norm_eps", default=1e-6)),
+        norm_eps=read_number(fields, PLACE + "layer_norm_eps", 1e-6, at_least=0),
         patch_size=edge_of(tower, "patch_size", 14),
         image_size=edge_of(tower, "image_size", 448),
         feature_layers=(layer if layer >= 0 else num_layers + 1 + layer,),
         projector_activation=read_activation(hf_config, "projector_hidden_act", "gelu"),
-        has_positions=bool(fields.get(PLACE + "use_absolute_position_embeddings", True)),
+        has_positions=read_flag(fields, PLACE + "use_absolute_position_embeddings", True),
         # Only the last state has a norm, if it is named by -1.
-        has_last_norm=layer == -1 and not fields.get(PLACE + "use_mean_pooling", True),
-        qkv_bias=bool(fields.get(PLACE + "attention_bias", False)),
-        qk_norm=bool(fields.get(PLACE + "use_qk_norm", False)),
+        has_last_norm=layer == -1 and not read_flag(fields, PLACE + "use_mean_pooling", True),
+        qkv_bias=read_flag(fields, PLACE + "attention_bias", False),
+        qk_norm=read_flag(fields, PLACE + "use_qk_norm", False),
         has_rms_norms=_NORMS[norm],
         merge_size=merged_edge(hf_config),
     )
@@ -102,7 +100,7 @@ def read_idefics_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         num_layers=tower_integer(fields, "num_hidden_layers", 12),
         num_heads=tower_integer(fields, "num_attention_heads", 16),
         activation=read_activation(fields, PLACE + "hidden_act", "gelu_pytorch_tanh"),
-        norm_eps=float(read_first(fields, PLACE + "layer_norm_eps", default=1e-6)),
+        norm_eps=read_number(fields, PLACE + "layer_norm_eps", 1e-6, at_least=0),
         patch_size=patch_size,
         # Pixels at the end of an image that fill no patch have no effect.
         image_size=image_size // patch_size * patch_size,

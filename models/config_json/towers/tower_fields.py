@@ -10,7 +10,7 @@ from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
 from ostinato.models.config.vision_config import VisionConfig
-from ostinato.models.config_json.hf_fields import read_first, read_integer
+from ostinato.models.config_json.hf_fields import read_integer, read_number, read_object
 
 __all__ = (
     "PLACE",
@@ -28,10 +28,8 @@ _SPATIAL_KEYS = {"rope_type", "rope_theta"}
 
 def tower_fields(hf_config: HFConfig, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The object `vision_config`, with `vision_config.` before each key. So errors name the key."""
-    stated = hf_config.get("vision_config")
-    if stated is not None and not isinstance(stated, Mapping):
-        raise ValueError(f"config.json: vision_config must be an object, got {stated!r}")
-    values = (default or {}) if stated is None else stated
+    stated = read_object(hf_config, "vision_config")
+    values = (default or {}) if hf_config.get("vision_config") is None else stated
     return {f"{PLACE}{key}": value for key, value in values.items()}
 
 
@@ -68,7 +66,7 @@ def feature_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
 
 def spatial_theta(fields: Mapping[str, Any]) -> float:
     """The base of the frequencies of a tower's rotary positions."""
-    parameters: HFConfig = fields.get(PLACE + "rope_parameters") or {}
+    parameters = read_object(fields, PLACE + "rope_parameters")
     stated = {key: value for key, value in parameters.items() if value is not None}
     kind, unknown = stated.get("rope_type", "axial"), stated.keys() - _SPATIAL_KEYS
     # transformers reads `default` as `axial` here.
@@ -82,8 +80,8 @@ def spatial_theta(fields: Mapping[str, Any]) -> float:
             f"config.json: vision_config.rope_parameters with {', '.join(sorted(unknown))} is not "
             f"supported; its keys are {', '.join(sorted(_SPATIAL_KEYS))}"
         )
-    theta = read_first(fields, PLACE + "rope_theta", default=10_000.0)
-    return float(stated.get("rope_theta", theta))
+    theta = read_number(fields, PLACE + "rope_theta", 10_000.0, above=0)
+    return read_number(stated, "rope_theta", theta, above=0)
 
 
 def checked_tower(config: VisionConfig, heads_key: str, *, rotates: bool = False) -> VisionConfig:

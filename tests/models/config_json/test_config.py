@@ -375,7 +375,7 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
                 "architectures": ["BertForSequenceClassification"],
                 "sentence_transformers": {"activation_fn": "torch.nn.Tanh"},
             },
-            ["sentence_transformers.activation_fn='torch.nn.Tanh'", "Sigmoid"],
+            ["sentence_transformers.activation_fn=torch.nn.Tanh is not", "Sigmoid"],
         ),
         ({"head_dim": 7}, ["even", "7"]),
         ({"hidden_size": 60}, ["no head_dim", "60", "8 attention heads"]),

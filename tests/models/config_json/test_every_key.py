@@ -18,8 +18,6 @@ import transformers
 
 from ostinato.models.registry import ARCHITECTURES, model_class
 from tests.models.random_checkpoints import VARIANTS, Variant
-from tests.models.recurrent_variants import RECURRENT
-from tests.models.state_space_variants import STATE_SPACE
 
 # Keys without effect in all families: those of training, of generation with transformers, of other
 # tasks, and of the file itself.
@@ -251,19 +249,61 @@ def test_no_key_is_ignored(name: str) -> None:
     assert {key for key in ignored if not NEUTRAL.intersection(key.split("."))} - neutral == set()
 
 
-OF_OTHER_KINDS = (None, "other", 0, -1, 2.5, True, [], ["other"], [None], {}, float("inf"))
+OF_OTHER_KINDS = (None, "other", 0, -1, 2.5, True, [], ["other"], [[]], {}, float("inf"))
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, *STATE_SPACE])
+def replaced(config: Mapping[str, Any], value: Any) -> Iterator[dict[str, Any]]:
+    """The config with `value` for each key, also for each key of an object in it."""
+    for key, stated in config.items():
+        yield {**config, key: value}
+        if isinstance(stated, dict):
+            for changed in replaced(stated, value):
+                yield {**config, key: changed}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_value_of_another_kind_is_refused_or_read(name: str) -> None:
     config = config_of(VARIANTS[name])
-    without = {**config, "layer_types": None, "full_attn_idxs": None, "mlp_only_layers": None}
-    family = model_class(config["architectures"][0])
-    for key in without.keys() - {"architectures"}:
+    family = model_class(config.pop("architectures")[0])
+    lists = ("layer_types", "full_attn_idxs", "mlp_only_layers", "no_rope_layers")
+    for variant in (config, {**config, **dict.fromkeys(lists)}):
         for value in OF_OTHER_KINDS:
-            for changed in ({**config, key: value}, {**without, key: value}):
+            for changed in replaced(variant, value):
                 with suppress(ValueError):  # any other error fails
-                    family.read_config(changed)
+                    family.read_config({**changed, "architectures": [family.__name__]})
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """The error message, empty if the config is accepted."""
+    try:
+        model_class(config["architectures"][0]).read_config(config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_flag_or_a_number_is_not_read_from_another_kind(name: str) -> None:
+    config = config_of(VARIANTS[name])
+    family = model_class(config["architectures"][0])
+    expected = family.read_config(config)
+    unnamed = []
+    for key, value in config.items():
+        if key.endswith("_token_id"):
+            continue  # it may be a list, and -1
+        try:
+            if not isinstance(value, int | float) or (
+                family.read_config({**config, key: other(value)}) == expected
+            ):
+                continue  # the key has no effect
+        except ValueError:  # only one value is supported
+            continue
+        numbers = (True, -1, float("nan"))
+        for wrong in ("false", [[value]], 2.5) if isinstance(value, bool) else ("x", *numbers):
+            message = refusal({**config, key: wrong})
+            if key not in message:
+                unnamed.append((key, wrong, message))
+    assert unnamed == []
 
 
 # Other defaults than in transformers would only give matrices other shapes, which a checkpoint then

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.models.config_json.test_config import MISTRAL, read
+from tests.models.config_json.test_config import EXPERTS, MISTRAL, read
+
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"]}
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], **EXPERTS, "intermediate_size_mlp": 64}
 
 
 @pytest.mark.parametrize("window", [-16, 2.5, True, "7", [7]])
@@ -18,3 +21,46 @@ def test_a_sliding_window_is_an_integer(window: Any) -> None:
 
 def test_a_sliding_window_of_0_is_none() -> None:
     assert read(**{**MISTRAL, "sliding_window": 0}).sliding_windows == (0,) * 4
+
+
+def test_null_is_no_cap_and_a_false_flag() -> None:
+    """As in transformers. A missing key has the default of the family."""
+    config = read(**GEMMA2, attn_logit_softcapping=None, tie_word_embeddings=None)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (0.0, 30.0)
+    assert not config.tie_word_embeddings
+    assert read(**GEMMA2).tie_word_embeddings
+
+
+def test_a_number_may_be_an_integer_or_a_text() -> None:
+    """model.config reads 1e-5 as a text."""
+    assert read(rms_norm_eps="1e-5") == read(rms_norm_eps=1e-5)
+    assert read(**GEMMA2, final_logit_softcapping=30) == read(**GEMMA2)
+
+
+def test_the_temperature_of_published_llama_4_files() -> None:
+    """They state 4 where transformers has a flag."""
+    assert read(**LLAMA4, attn_temperature_tuning=4) == read(**LLAMA4)
+    assert read(**LLAMA4, attn_temperature_tuning=0).query_temperature is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number of at least 0, got -1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "scalar must be a number above 0, got 0"),
+        (LLAMA4 | {"no_rope_layer_interval": 0}, "must be an integer of at least 1, got 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1, got 1.5"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": -2}},
+            "factor must be a number above 0, got -2",
+        ),
+        (
+            {"architectures": ["MptForCausalLM"], "attn_config": "x"},
+            "attn_config must be an object, got 'x'",
+        ),
+    ],
+)
+def test_values_out_of_range_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(**settings)

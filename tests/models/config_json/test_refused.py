@@ -16,7 +16,7 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.config_json.decoder_fields import MUST_BE
 from ostinato.models.registry import ARCHITECTURES, model_class, read_model_config
 from tests.models.audio.sound_models import ARCHITECTURES as SOUND_ARCHITECTURES
-from tests.models.config_json.test_every_key import config_of, mutations
+from tests.models.config_json.test_every_key import config_of, mutations, refusal
 from tests.models.random_checkpoints import VARIANTS
 from tests.models.vision.image_variants import VARIANTS as IMAGE_VARIANTS
 from tests.models.vision.image_variants import hf_class_of
@@ -30,15 +30,6 @@ def config_named(name: str) -> dict[str, Any]:
 
 def read(config: dict[str, Any]) -> object:
     return model_class(config["architectures"][0]).read_config(config)
-
-
-def refusal(config: dict[str, Any]) -> str:
-    """The error message, empty if the config is accepted."""
-    try:
-        read(config)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("name", VARIANTS)
