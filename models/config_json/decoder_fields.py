@@ -16,6 +16,7 @@ from ostinato.models.config_json.hf_fields import (
     read_flag,
     read_integer,
     read_number,
+    read_token_id,
     read_token_ids,
     refuse_other_values,
     stated_dtype,
@@ -124,7 +125,7 @@ def read_decoder_config(
         dtype=stated_dtype(hf_config),
         eos_token_ids=read_token_ids(generation_config or {}, "eos_token_id")
         or read_token_ids(hf_config, "eos_token_id"),
-        bos_token_id=hf_config.get("bos_token_id"),
+        bos_token_id=read_token_id(hf_config, "bos_token_id"),
         block=BlockSpec(
             qkv_bias=attention_bias,
             out_bias=attention_bias,

@@ -22,6 +22,7 @@ __all__ = (
     "read_name",
     "read_number",
     "read_object",
+    "read_token_id",
     "read_token_ids",
     "refuse_other_kinds",
     "refuse_other_values",
@@ -249,3 +250,15 @@ def read_token_ids(config: HFConfig, key: str) -> tuple[int, ...]:
     if any(type(one) is not int for one in ids):
         raise ValueError(f"config.json: {key} must be an integer or several, got {value!r}")
     return ids
+
+
+def read_token_id(config: HFConfig, key: str) -> int | None:
+    """The token id under `key`, which may be a list of one; None if there is none.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    ids = read_token_ids(config, key)
+    if len(ids) > 1:
+        raise ValueError(f"config.json: {key} must be one integer, got {list(ids)}")
+    return ids[0] if ids else None

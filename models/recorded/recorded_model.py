@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from ostinato.models.base import CausalLM
 from ostinato.models.config.block_spec import BlockSpec
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import architecture_of, read_token_ids, stated_dtype
+from ostinato.models.config_json.hf_fields import (
+    architecture_of,
+    read_token_id,
+    read_token_ids,
+    stated_dtype,
+)
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.recorded.assembly import Assembly, rows_of_kind
 from ostinato.models.recorded.hf_model import find_source
@@ -57,7 +62,7 @@ class RecordedCausalLM(CausalLM):
         experts = [leaf for leaf in recording.leaves.values() if isinstance(leaf, ExpertsLeaf)]
         top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
         widest += [top_k * (2 * leaf.intermediate_size + leaf.hidden_size) for leaf in experts]
-        ids = read_token_ids(generation_config or {}, "eos_token_id") or _eos_ids(config)
+        ids_of = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")}
         return ModelConfig(
             architecture=architecture_of(hf_config),
             vocab_size=int(head.out_features),
@@ -75,8 +80,9 @@ class RecordedCausalLM(CausalLM):
             rope=None,
             sliding_windows=tuple(call.sliding_window for call in recording.calls),
             dtype=dtype,
-            eos_token_ids=ids,
-            bos_token_id=getattr(config, "bos_token_id", None),
+            eos_token_ids=read_token_ids(generation_config or {}, "eos_token_id")
+            or read_token_ids(ids_of, "eos_token_id"),
+            bos_token_id=read_token_id(ids_of, "bos_token_id"),
             block=BlockSpec(has_sinks=any(call.sinks for call in recording.calls)),
             attention_soft_cap=max(call.soft_cap for call in recording.calls),
             recorded=source,
@@ -127,7 +133,3 @@ def _context(config: Any) -> int:
         if isinstance(length, int) and length > 0:
             return length
     raise ValueError(f"config.json states no context; set model.config.{_POSITIONS[0]}")
-
-
-def _eos_ids(config: Any) -> tuple[int, ...]:
-    return read_token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "eos_token_id")

@@ -43,11 +43,18 @@ def test_the_temperature_of_published_llama_4_files() -> None:
     assert read(**LLAMA4, attn_temperature_tuning=0).query_temperature is None
 
 
+def test_the_first_token_is_one_integer_or_none() -> None:
+    assert read(bos_token_id=[5]).bos_token_id == read(bos_token_id=5).bos_token_id == 5
+    assert read().bos_token_id is read(bos_token_id=None).bos_token_id is None
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a number of at least 0, got -1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false"),
+        ({"bos_token_id": "<s>"}, "bos_token_id must be an integer or several, got '<s>'"),
+        ({"bos_token_id": [1, 2]}, r"bos_token_id must be one integer, got \[1, 2\]"),
         (GEMMA2 | {"query_pre_attn_scalar": 0}, "scalar must be a number above 0, got 0"),
         (LLAMA4 | {"no_rope_layer_interval": 0}, "must be an integer of at least 1, got 0"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1, got 1.5"),
