@@ -237,7 +237,7 @@ def _on_load(
 def _from_checkpoint(
     section: ModelSection, stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
 ) -> WeightPolicy:
-    method = str(stated.get("quant_method", "unknown")).removeprefix("intel/")
+    method = stated["quant_method"]
     if section.quantization is not Quantization.none:
         raise ValueError(
             f"model.quantization={section.quantization}, but the checkpoint is quantised already "

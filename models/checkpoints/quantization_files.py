@@ -17,10 +17,14 @@ __all__ = ("read_quantization",)
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _MODELOPT = "hf_quant_config.json"
+_OTHER_NAMES = {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}
 
 
 def read_quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The settings, with the key `quant_method`; those of config.json, if it has any.
+
+    `quant_method` is the name of a module of models/quantized_checkpoints, with hyphens, if there
+    is one: other names of a method are replaced.
 
     Returns:
         None when the checkpoint is not quantised.
@@ -40,7 +44,10 @@ def read_quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
         found["config.json"] = {"quant_method": "unknown", **stated}
     for file, settings in _files_of(checkpoint.path):
         found[file] = settings
-    methods = {file: str(settings["quant_method"]) for file, settings in found.items()}
+    for file, settings in found.items():
+        method = str(settings["quant_method"])
+        found[file] = {**settings, "quant_method": _OTHER_NAMES.get(method, method)}
+    methods = {file: settings["quant_method"] for file, settings in found.items()}
     if len(set(methods.values())) > 1:
         text = ", ".join(f"{file} says {method!r}" for file, method in methods.items())
         raise CheckpointError(

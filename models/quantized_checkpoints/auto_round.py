@@ -85,7 +85,7 @@ def from_checkpoint(
         ValueError: a key is not supported; the text names it.
     """
     keys = ConfigKeys(stated)
-    keys.text("quant_method", one_of=("auto-round", "auto_round", "intel/auto-round"))
+    keys.text("quant_method", one_of=("auto-round", "auto_round"))
     packing = keys.text("packing_format", one_of=_PACKINGS, default="auto_round")
     version = _PACKINGS[packing]
     gptq = replace(gptq_method(keys, headers, version=version or 1), has_g_idx=False)

@@ -31,7 +31,7 @@ def from_checkpoint(
         ValueError: a key is not supported; the text names it.
     """
     outer = ConfigKeys(stated)
-    outer.text("quant_method", one_of=("modelopt", "modelopt_fp4"), default="modelopt")
+    outer.text("quant_method", one_of=("modelopt",), default="modelopt")
     outer.without_effect("producer", "config_groups", "kv_cache_scheme")
     nested = outer.value("quantization", default=None)
     keys = outer if nested is None else ConfigKeys(nested, "quantization")

@@ -156,6 +156,26 @@ def test_two_quantizations_at_once(written: Callable[[Form], Path]) -> None:
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (
+            Form("auto_round", settings={"packing_format": "auto_round:auto_gptq"}),
+            "intel/auto-round",
+        ),
+        (Form("modelopt", group=16), "modelopt_fp4"),  # vLLM's name for its 4-bit floats
+    ],
+)
+def test_another_name_of_a_method(written: Callable[[Form], Path], form: Form, name: str) -> None:
+    directory = written(form)
+    expected = load(directory)[0].state_dict()
+    edit(directory, quant_method=name)
+    if name == "modelopt_fp4":  # ModelOpt writes a file beside config.json too
+        stated = json.loads((directory / "config.json").read_text())["quantization_config"]
+        (directory / "hf_quant_config.json").write_text(json.dumps(stated))
+    assert all(map(torch.equal, load(directory)[0].state_dict().values(), expected.values()))
+
+
 def test_a_setting_of_a_file_of_its_own(written: Callable[[Form], Path]) -> None:
     directory = written(Form("gptq"))
     file = directory / "config.json"
