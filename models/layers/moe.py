@@ -229,6 +229,7 @@ class MoE(nn.Module):
             *self.experts.static_key(),
             *(() if self.shared_expert is None else self.shared_expert.static_key()),
             *(() if self.gated_expert is None else self.gated_expert.static_key()),
+            *(() if self.shared_gate is None else (self.shared_gate.static_key,)),
         )
 
 

@@ -201,3 +201,26 @@ def test_one_expert_at_a_time_exists_twice(directory: Path, quantization: Quanti
     assert 2 * max(largest, one) < layer  # otherwise the bound below would always hold
     # All finished weights lie in memory that LiveBytes does not count.
     assert live.peak < 2 * max(largest, one)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", "qwen2-moe", "glm4-moe", "gpt-oss", "nemotron-h-moe"]
+)
+def test_the_program_depends_on_each_matrix(name: str) -> None:
+    """Blocks whose matrices differ in kind do not share a program."""
+    config = config_of(VARIANTS[name])
+    family = model_class(config["architectures"][0])
+    model = build_model(
+        family.read_config(config),
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        attention_backend="reference",
+    )
+    moe = next(module for module in model.modules() if isinstance(module, MoE))
+    before = moe.static_key()
+    matrices = {key: each for key, each in moe.named_modules() if isinstance(each, LinearBase)}
+    assert len(matrices) >= 3
+    for key, matrix in matrices.items():
+        matrix.has_bias = not matrix.has_bias
+        assert moe.static_key() != before, key
+        matrix.has_bias = not matrix.has_bias
