@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock
 
-__all__ = ("Bundle", "BundleEntry", "made_by", "trusted_directories")
+__all__ = ("Bundle", "BundleEntry", "digest_of_sources", "made_by", "trusted_directories")
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
@@ -38,6 +38,7 @@ _FORMAT = "1"
 _LONGEST_TURN_S = 600.0  # a start that takes longer is not waited for
 _MOST_RACES = 10  # attempts to replace a directory that other processes replace too
 _PACKAGE = Path(__file__).parent.parent
+_CODE = (".py", ".cpp", ".h")
 
 
 class BundleEntry(msgspec.Struct, frozen=True):
@@ -64,15 +65,22 @@ class _Unfit(Exception):
 
 
 @cache
-def _sources() -> str:
-    """A digest of the sources. Imported code does not change, so it is computed once."""
-    digest = hashlib.sha256()
+def digest_of_sources(package: Path = _PACKAGE) -> str:
+    """A digest of the sources that programs and kernels depend on: their paths and contents.
+
+    It is computed once, because imported code does not change.
+
+    Args:
+        package: the directory of the package.
+    """
+    files = [package / "conf" / "environment.py"]  # it chooses the compiler and prepares torch's
     for folder in ("graphs", "models", "ops"):
-        for directory, _, names in sorted(os.walk(_PACKAGE / folder)):
-            for name in sorted(names):
-                if name.endswith((".py", ".cpp", ".h")):
-                    data = Path(directory, name).read_bytes()
-                    digest.update(name.encode() + b"\0" + data)
+        for directory, _, names in os.walk(package / folder):
+            files += [Path(directory, name) for name in names if name.endswith(_CODE)]
+    digest = hashlib.sha256()
+    for path, file in sorted((file.relative_to(package).as_posix(), file) for file in files):
+        data = file.read_bytes()
+        digest.update(f"{path}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()[:20]
 
 
@@ -80,7 +88,7 @@ def made_by() -> dict[str, str]:
     """A digest of the sources, and the versions, that programs and kernels depend on."""
     return {
         "format": _FORMAT,
-        "sources": _sources(),
+        "sources": digest_of_sources(),
         "torch": version("torch").partition("+")[0],  # without the build: cpu, cu130
         "python": platform.python_version(),
         "platform": f"{sys.platform} {platform.machine()}",

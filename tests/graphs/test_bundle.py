@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.graphs.bundle import Bundle, trusted_directories
+from ostinato.graphs.bundle import Bundle, digest_of_sources, trusted_directories
 
 FILES = {"layer-0": b"a program" * 50, "cost-table": b"\x00\xff", "empty": b""}
 IDENTITY = {"model": "tiny", "dtype": "float32"}
@@ -133,6 +133,22 @@ def test_one_from_other_sources_versions_or_machines(
     assert reason in warnings_of(caplog)[0]
     make(tmp_path)  # built anew, in the same place
     assert contents(Bundle(tmp_path, "tiny on a CPU", IDENTITY)) == FILES
+
+
+def test_the_digest_of_sources_changes_with_each_file_and_its_folder(tmp_path: Path) -> None:
+    files = {"conf/environment.py": b"a", "ops/one.py": b"b", "ops/native/one.cpp": b"c"}
+    changes: list[dict[str, bytes]] = [{name: files[name] + b"\n"} for name in files]
+    renamed = {"ops/one.py": b"", "models/one.py": b"b"}  # empty = the file is not there
+    digests = []
+    for number, change in enumerate([{}, *changes, renamed, {"runtime/one.py": b"d"}]):
+        for name, data in {**files, **change}.items():
+            file = tmp_path / str(number) / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if data:
+                file.write_bytes(data)
+        digests.append(digest_of_sources(tmp_path / str(number)))
+    assert len(set(digests)) == 5
+    assert digests[0] == digests[-1]  # the runtime makes no programs
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
