@@ -11,8 +11,9 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from ostinato.ops.activation import ACTIVATIONS, activate
+from ostinato.ops.activation import ACTIVATIONS, activate, plain_activation
 from ostinato.ops.native.library import load
+from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
@@ -29,6 +30,29 @@ def test_gelu_of_large_and_undefined_values() -> None:
     result = activate(x, "gelu")[0].tolist()
     assert result[:4] == [float("inf"), x[0, 1].item(), 0.0, 0.0]
     assert math.isnan(result[4])
+
+
+@pytest.mark.parametrize("level", EACH_LEVEL)
+def test_nan_stays_nan(level: str) -> None:
+    """In each lane of a vector, and in the elements after the last whole vector."""
+    ops = ops_of("core", level, activation="activation", sigmoid_gate="sigmoid_gate")
+    count = 39
+    gate, other = torch.linspace(-9, 9, count).repeat(2, count, 1)
+    gate.fill_diagonal_(float("nan"))
+    for kind in sorted({*ACTIVATIONS.values(), "swigluoai"}):
+        for x in (torch.cat((gate, other), 1), torch.cat((other, gate), 1)):
+            expected = plain_activation(x, kind, True)
+            torch.testing.assert_close(
+                ops.activation(x, kind, True), expected, atol=4e-6, rtol=4e-6, equal_nan=True
+            )
+        if kind != "swigluoai":
+            expected = plain_activation(gate, kind, False)
+            torch.testing.assert_close(
+                ops.activation(gate, kind, False), expected, atol=4e-6, rtol=4e-6, equal_nan=True
+            )
+    torch.testing.assert_close(
+        ops.sigmoid_gate(other, gate), other * gate.sigmoid(), equal_nan=True
+    )
 
 
 def test_gate_comes_first() -> None:

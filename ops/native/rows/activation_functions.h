@@ -8,6 +8,9 @@
 
 namespace ostinato::activation {
 
+// All functions keep NaN, as in torch. `max` and `min` return their second operand if one is NaN, so the value comes
+// second.
+
 constexpr float kLog2E = 1.442695041f;
 
 OSTINATO_INLINE F32 sigmoid(F32 x) {
@@ -30,7 +33,6 @@ OSTINATO_INLINE F32 gelu(F32 x) {
   p = fma(p, t, broadcast(-0.284496736f));
   p = fma(p, t, broadcast(0.254829592f));
   const F32 complement = p * t * exp2(z * z * broadcast(-kLog2E));  // erfc(z)
-  // This order of the operands keeps NaN.
   return max(broadcast(0.0f), x) - broadcast(0.5f) * size * complement;
 }
 
@@ -50,18 +52,23 @@ inline void activate(Activation kind, float* x, int64_t count) {
         return x * sigmoid(broadcast(1.5957691216f) * (x + cube));
       });
     case Activation::gelu: return apply(x, count, gelu);
-    case Activation::relu: return apply(x, count, [](F32 x) { return max(x, broadcast(0.0f)); });
+    case Activation::relu: return apply(x, count, [](F32 x) { return max(broadcast(0.0f), x); });
     case Activation::relu2:
       return apply(x, count, [](F32 x) {
-        const F32 positive = max(x, broadcast(0.0f));
+        const F32 positive = max(broadcast(0.0f), x);
         return positive * positive;
       });
     case Activation::swigluoai:
       return apply(x, count, [](F32 x) {
-        const F32 gate = min(x, broadcast(kGateLimit));
+        const F32 gate = min(broadcast(kGateLimit), x);
         return gate * sigmoid(broadcast(1.702f) * gate);
       });
-    case Activation::sigmoid: return apply(x, count, [](F32 x) { return sigmoid(x); });
+    case Activation::sigmoid:
+      return apply(x, count, [](F32 x) {
+        // The result is 0 or 1 beyond these limits. exp2 does not keep NaN at all levels; the difference is NaN or 0.
+        const F32 limited = min(broadcast(200.0f), max(broadcast(-200.0f), x));
+        return sigmoid(limited) + (limited - limited);
+      });
   }
 }
 
@@ -81,7 +88,7 @@ template <class T>
 OSTINATO_INLINE F32 load_factor(Activation kind, const T* p) {
   const F32 factor = load(p);
   if (kind != Activation::swigluoai) return factor;
-  return min(max(factor, broadcast(-kGateLimit)), broadcast(kGateLimit)) + broadcast(1.0f);
+  return min(broadcast(kGateLimit), max(broadcast(-kGateLimit), factor)) + broadcast(1.0f);
 }
 OSTINATO_INLINE float factor_of(Activation kind, float factor) {
   return kind != Activation::swigluoai ? factor : std::clamp(factor, -kGateLimit, kGateLimit) + 1.0f;
