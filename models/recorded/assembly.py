@@ -14,7 +14,7 @@ from ostinato.models.layers.linear_layers import BuildOptions, MergedLinear
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.recorded.fusions import Fused, fuse
 from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
-from ostinato.models.recorded.graph_values import drop_unused
+from ostinato.models.recorded.graph_values import drop_unused, inputs_of
 from ostinato.models.recorded.leaf_modules import (
     EmbeddingLeaf,
     ExpertsLeaf,
@@ -90,10 +90,7 @@ class Assembly:
         parts = self._parts
         builder = self._builder("")
         builder.input("hidden", parts.layers[-1].result)
-        inputs = parts.head.args[0]
-        assert isinstance(inputs, list | tuple), "it is a list of values"
-        assert isinstance(inputs[0], Node), "it is a value of the graph"
-        return self._finished(builder, parts.finish, inputs[0])
+        return self._finished(builder, parts.finish, inputs_of(parts.head)[0])
 
     def head(self, embedding: Embedding) -> RecordedGraph:
         """[R, D] -> logits [R, vocab_size] float32.

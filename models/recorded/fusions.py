@@ -23,7 +23,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ostinato.models.recorded.graph_values import drop_unused, in_order, shape_of
+from ostinato.models.recorded.graph_values import (
+    drop_unused,
+    in_order,
+    input_of,
+    integers_of,
+    shape_of,
+)
 from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
 from ostinato.models.recorded.recorded_modules import rows_of
 from ostinato.models.recorded.rotations import (
@@ -118,11 +124,13 @@ def _merge_linears(graph: Graph, leaves: Mapping[str, Leaf], fused: Fused) -> No
 def _common_head_dim(nodes: list[Node]) -> int | None:
     """The head size if each of the results is only viewed as heads of one size."""
     views = [next(iter(node.users)) if len(node.users) == 1 else None for node in nodes]
-    shapes = [view.args[1:] for view in views if view is not None and view.target == "reshape"]
+    shapes: list[tuple[Any, ...]] = [
+        view.args[1:] for view in views if view is not None and view.target == "reshape"
+    ]
     is_heads = len(shapes) == len(nodes) and all(
         len(shape) == 3 and shape[0] == -1 and shape[2] == shapes[0][2] for shape in shapes
     )
-    return int(shapes[0][2]) if is_heads else None  # pyright: ignore
+    return int(shapes[0][2]) if is_heads else None
 
 
 def _are_gate_and_factor(nodes: list[Node]) -> bool:
@@ -165,7 +173,8 @@ def _activation_name(node: Node) -> str | None:
     if node.target is _aten.gelu.default:
         exact = node.kwargs.get("approximate", "none") == "none"
         return "gelu" if exact else "gelu_pytorch_tanh"
-    return {_aten.silu.default: "silu", _aten.relu.default: "relu"}.get(node.target)  # pyright: ignore
+    names: dict[Any, str] = {_aten.silu.default: "silu", _aten.relu.default: "relu"}
+    return names.get(node.target)
 
 
 def _gated(product: Node, activation: Node, gate: Node) -> Node | None:
@@ -178,54 +187,48 @@ def _gated(product: Node, activation: Node, gate: Node) -> Node | None:
     up = factors[0]
     if gate.target is not operator.getitem or up.target is not operator.getitem:
         return None
-    split = gate.args[0]
+    split = input_of(gate)
     if split is not up.args[0] or (gate.args[1], up.args[1]) != (0, 1):
         return None
-    assert isinstance(split, Node), "it is a value of the graph"
-    merged, sizes, dim = split.args
-    assert isinstance(merged, Node), "it is a value of the graph"
-    is_two = merged.op == "call_module" and len(set(sizes)) == 1 and len(sizes) == 2  # pyright: ignore
-    return merged if is_two and dim == 1 else None
+    if split.target != "split_with_sizes" or split.args[2] != 1:
+        return None
+    merged, sizes = input_of(split), integers_of(split, 1)
+    is_two = merged.op == "call_module" and len(set(sizes)) == 1 and len(sizes) == 2
+    return merged if is_two else None
 
 
 def _cancel_copies(graph: Graph) -> None:
     """Remove pairs of transpositions that cancel out, and copies of values that are contiguous."""
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "transpose":
-            source = node.args[0]
-            assert isinstance(source, Node), "it is a value of the graph"
+            source = input_of(node)
             if source.target == "transpose" and source.args[1:] == node.args[1:]:
-                inner = source.args[0]
-                assert isinstance(inner, Node), "it is a value of the graph"
+                inner = input_of(source)
                 node.replace_all_uses_with(inner)
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "contiguous":
-            source = node.args[0]
-            assert isinstance(source, Node), "it is a value of the graph"
+            source = input_of(node)
             if in_order(source):
                 node.replace_all_uses_with(source)
 
 
 def _fuse_residuals(graph: Graph, leaves: Mapping[str, Leaf]) -> None:
-    order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not _aten.add.Tensor or node.kwargs:
             continue
         for result, other in (node.args, node.args[::-1]):
-            if _takes_residual(result, other, leaves):
-                assert isinstance(result, Node), "it is a value of the graph"
+            if isinstance(result, Node) and _takes_residual(result, other, leaves):
                 with graph.inserting_before(node):
                     new = graph.call_module(str(result.target), (result.args[0], other))
                 new.meta = node.meta
                 node.replace_all_uses_with(new)
-                order[new] = order[node]
                 graph.erase_node(node)
                 break
 
 
-def _takes_residual(result: Any, other: Any, leaves: Mapping[str, Leaf]) -> bool:
+def _takes_residual(result: Node, other: Any, leaves: Mapping[str, Leaf]) -> bool:
     """Whether a module's result, which nothing else reads, can be added to `other`."""
-    if not isinstance(result, Node) or not isinstance(other, Node) or result.op != "call_module":
+    if not isinstance(other, Node) or result.op != "call_module":
         return False
     leaf = leaves.get(str(result.target))
     is_fit = isinstance(leaf, LinearLeaf) or (isinstance(leaf, NormLeaf) and leaf.kind != "layer")

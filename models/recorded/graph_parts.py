@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ostinato.models.recorded.graph_values import (
     ALONG_DIM,
@@ -29,9 +30,11 @@ from ostinato.models.recorded.graph_values import (
     has_batch,
     has_symbol,
     in_order,
+    input_of,
+    inputs_of,
+    integers_of,
     is_transpose,
     is_whole_slice,
-    map_nodes,
     recorded_attention,
     recorded_module,
     recorded_value,
@@ -100,7 +103,7 @@ class PartBuilder:
         """An input of the part: the value `recorded`, if given, without its batch dimension."""
         node = self.graph.placeholder(name)
         if recorded is not None:
-            self._set(recorded, node)
+            self.bind(recorded, node)
         return node
 
     def has(self, recorded: Node) -> bool:
@@ -109,7 +112,9 @@ class PartBuilder:
 
     def bind(self, recorded: Node, value: Node) -> None:
         """Use a node of the part as the converted value of a recorded one."""
-        self._set(recorded, value)
+        self._new[recorded] = value
+        if has_batch(recorded_value(recorded)):
+            self._has_batch.add(recorded)
 
     def reshaped(self, node: Node, sizes: tuple[int, ...]) -> Node:
         """A node of the part with other sizes."""
@@ -179,13 +184,11 @@ class PartBuilder:
         self._new[recorded] = node
 
     def _leaf(self, recorded: Node) -> None:
-        inputs, _, name = recorded.args
-        assert isinstance(inputs, list | tuple), "it is a list of values"
-        assert isinstance(name, str), "it is a name"
+        inputs, name = inputs_of(recorded), str(recorded.args[2])
         first = inputs[:-1] if len(inputs) > 1 else inputs
         if len(inputs) == 3:
-            first = (inputs[2], inputs[0], inputs[1])
-        values = [self._new[node] for node in first if isinstance(node, Node)]
+            first = [inputs[2], inputs[0], inputs[1]]
+        values = [self._new[node] for node in first]
         new = [self._ordered(value) for value in values]
         shape = self._stripped(recorded).shape
         self.leaf_names.append(name)
@@ -203,49 +206,45 @@ class PartBuilder:
             node = self.graph.call_method("reshape", (node, *view_sizes(shape)))
             if is_transposed:
                 node = transposed(self.graph, node)
-        self._set(recorded, node)
+        self.bind(recorded, node)
 
     def _attention(self, recorded: Node) -> None:
-        *heads, call = recorded.args
-        assert isinstance(call, int), "it is a number"
+        (call,) = integers_of(recorded, 3)
         self.attention_call = call
-        swapped = [self._ordered(transposed(self.graph, self._new[node])) for node in heads]  # pyright: ignore
+        heads = [self._new[input_of(recorded, place)] for place in range(3)]
+        swapped = [self._ordered(transposed(self.graph, node)) for node in heads]
         name, sinks = self._recording.calls[call].sinks, None
         if name:
             sinks = self._tensor(name)
         node = self.graph.call_module("attention", (*swapped, sinks, *self.attention_inputs))
-        self._set(recorded, node)
+        self.bind(recorded, node)
 
     def _ordered(self, node: Node) -> Node:
         """The value, made contiguous in memory, which this project's ops and views need."""
         return node if in_order(node) else self.graph.call_method("contiguous", (node,))
 
     def _item(self, recorded: Node) -> None:
-        source, index = recorded.args
-        assert isinstance(source, Node), "it is a value of the graph"
-        node = self.graph.call_function(operator.getitem, (self._new[source], index))
+        source = self._new[input_of(recorded)]
+        node = self.graph.call_function(operator.getitem, (source, recorded.args[1]))
         if has_batch(recorded_value(recorded)):
             self._has_batch.add(recorded)
         self._new[recorded] = node
 
     def _copy(self, recorded: Node) -> None:
-        source = recorded.args[0]
-        assert isinstance(source, Node), "it is a value of the graph"
+        source = input_of(recorded)
         self._new[recorded] = self._new[source]
         if source in self._has_batch:
             self._has_batch.add(recorded)
 
     def _view(self, recorded: Node) -> None:
-        source = recorded.args[0]
-        assert isinstance(source, Node), "it is a value of the graph"
+        source = input_of(recorded)
         sizes = self._stripped(recorded).shape
         whole = self._ordered(self._new[source])
         node = self.graph.call_method("reshape", (whole, *view_sizes(sizes)))
-        self._set(recorded, node)
+        self.bind(recorded, node)
 
     def _expand(self, recorded: Node) -> None:
-        source = recorded.args[0]
-        assert isinstance(source, Node), "it is a value of the graph"
+        source = input_of(recorded)
         old, new = self._stripped(source).shape, self._stripped(recorded).shape
         added = len(new) - len(old)
         sizes = [
@@ -255,13 +254,12 @@ class PartBuilder:
         if any(isinstance(size, torch.SymInt) for size in sizes):
             raise ValueError("it repeats a value for each token of a step")
         node = self.graph.call_method("expand", (self._new[source], *map(int, sizes)))
-        self._set(recorded, node)
+        self.bind(recorded, node)
 
     def _transpose(self, recorded: Node) -> None:
-        source, first, second = recorded.args
-        assert isinstance(source, Node), "it is a value of the graph"
+        source = input_of(recorded)
         dims = len(recorded_value(source).shape)
-        places = sorted((int(first) % dims, int(second) % dims))  # pyright: ignore
+        places = sorted(dim % dims for at in (1, 2) for dim in integers_of(recorded, at))
         if source not in self._has_batch:
             self._same(recorded)
         elif places[0] == 0:
@@ -269,34 +267,32 @@ class PartBuilder:
         else:
             one, two = places[0] - 1, places[1] - 1
             node = transposed(self.graph, self._new[source], one, two)
-            self._set(recorded, node)
+            self.bind(recorded, node)
 
     def _permute(self, recorded: Node) -> None:
-        source, dims = recorded.args
-        assert isinstance(source, Node), "it is a value of the graph"
+        source = input_of(recorded)
         count = len(recorded_value(source).shape)
-        order = [int(dim) % count for dim in dims]  # pyright: ignore
+        order = [dim % count for dim in integers_of(recorded, 1)]
         if source in self._has_batch and order[0] == 0:
             order = [dim - 1 for dim in order[1:]]
             node = self._call(_aten.permute.default, (self._new[source], order), {})
-            self._set(recorded, node)
+            self.bind(recorded, node)
             return
         self._same(recorded)
 
     def _unsqueeze(self, recorded: Node) -> None:
-        source, dim = recorded.args
-        assert isinstance(source, Node), "it is a value of the graph"
+        source, (dim,) = input_of(recorded), integers_of(recorded, 1)
         dims = len(recorded_value(source).shape) + (recorded.target is _aten.unsqueeze.default)
-        place = int(dim) % dims  # pyright: ignore
+        place = dim % dims
         if source in self._has_batch and place > 0:
             node = self._call(recorded.target, (self._new[source], place - 1), {})
-            self._set(recorded, node)
+            self.bind(recorded, node)
         elif (
             place == 0
             and recorded.target is _aten.unsqueeze.default
             and (source not in self._has_batch)
         ):
-            self._set(recorded, self._new[source])
+            self.bind(recorded, self._new[source])
         else:
             self._same(recorded)
 
@@ -308,16 +304,16 @@ class PartBuilder:
         """
         target: Any = recorded.target
         place, key = ALONG_DIM[target]
-        arguments, keywords = list(recorded.args), dict(recorded.kwargs)
-        source = arguments[0][0] if isinstance(arguments[0], list | tuple) else arguments[0]
-        assert isinstance(source, Node), "it is a value of the graph"
+        arguments: list[Any] = list(recorded.args)
+        keywords: dict[str, Any] = dict(recorded.kwargs)
+        source = inputs_of(recorded)[0]
         stated = arguments[place] if len(arguments) > place else keywords.pop(key, None)
         if stated is None:
             stated = DEFAULT_DIM.get(target, 0)
         is_stack = target is _aten.stack.default
         count = len(recorded_value(source).shape) + is_stack
         stated_list = stated if isinstance(stated, list | tuple) else [stated]
-        dims = [int(dim) % count for dim in stated_list]  # pyright: ignore
+        dims = [int(dim) % count for dim in stated_list]
         if target is _aten.slice.Tensor and is_whole_slice(recorded):
             self._copy(recorded)
             return
@@ -346,22 +342,19 @@ class PartBuilder:
         arguments[place] = dims if isinstance(stated, list | tuple) else dims[0]
         new_arguments = self._mapped(tuple(arguments))
         if target is _aten.split_with_sizes.default or target is _aten.split.Tensor:
-            size = arguments[1]
-            sizes = tuple(size) if isinstance(size, list | tuple) else None
-            if sizes is None:
+            size, sizes = arguments[1], arguments[1]
+            if not isinstance(size, list | tuple):
                 total = int(recorded_value(source).shape[dims[0] + (1 if any(batched) else 0)])
-                sizes = tuple(min(size, total - at) for at in range(0, total, size))  # pyright: ignore
+                sizes = tuple(min(size, total - at) for at in range(0, total, size))
             node = self.graph.call_method(
                 "split_with_sizes", (self._new[source], list(sizes), dims[0])
             )
         else:
             node = self._call(target, new_arguments, self._mapped(keywords))
-        self._set(recorded, node)
+        self.bind(recorded, node)
 
     def _layer_norm(self, recorded: Node) -> None:
-        source, sizes = recorded.args[:2]
-        assert isinstance(source, Node), "it is a value of the graph"
-        assert isinstance(sizes, list | tuple), "it is a list of values"
+        source, sizes = input_of(recorded), integers_of(recorded, 1)
         if len(sizes) != 1 or isinstance(recorded_value(source).shape[-1], torch.SymInt):
             raise ValueError(f"{recorded.target} does not go over the features of a token alone")
         self._new[recorded] = self._call(recorded.target, self._mapped(recorded.args), {})
@@ -409,14 +402,6 @@ class PartBuilder:
             return ValueShape(tuple(value.shape), value.dtype)
         return value
 
-    def _set(self, recorded: Node, node: Node) -> None:
-        self._new[recorded] = node
-        value = recorded_value(recorded)
-        if isinstance(value, Tensor) and has_batch(value):
-            self._has_batch.add(recorded)
-        elif isinstance(value, list | tuple):
-            pass  # `_item` notes the batch dimension of each item
-
     def _set_whole(self, recorded: Node, node: Node) -> None:
         """Note the result of an operation that kept the batch."""
         value = recorded_value(recorded)
@@ -439,10 +424,10 @@ class PartBuilder:
                 return self._call(_aten.unsqueeze.default, (new, 0), {})
             return new
 
-        return map_nodes(arguments, restore)
+        return map_arg(arguments, restore)
 
     def _mapped(self, arguments: Any) -> Any:
-        return map_nodes(arguments, lambda node: self._new[node])
+        return map_arg(arguments, lambda node: self._new[node])
 
     def _call(self, target: Any, arguments: Any, keywords: Any) -> Node:
         if has_symbol(arguments) or has_symbol(tuple(keywords.values())):

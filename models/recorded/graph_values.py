@@ -6,13 +6,12 @@ recorded and never computed. models/recorded/graph_parts.py replaces them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from ostinato.ops.register import register_op
 
@@ -30,9 +29,11 @@ __all__ = (
     "has_batch",
     "has_symbol",
     "in_order",
+    "input_of",
+    "inputs_of",
+    "integers_of",
     "is_transpose",
     "is_whole_slice",
-    "map_nodes",
     "recorded_attention",
     "recorded_module",
     "recorded_value",
@@ -97,6 +98,50 @@ class ValueShape:
         self.dtype = dtype
 
 
+def input_of(node: Node, place: int = 0) -> Node:
+    """The argument of a node at a place, which is a value of the graph.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return _value_of(node, place, node.args[place])
+
+
+def inputs_of(node: Node, place: int = 0) -> list[Node]:
+    """The argument of a node at a place, which is a list of values of the graph.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    stated = node.args[place]
+    values = stated if isinstance(stated, list | tuple) else [stated]
+    return [_value_of(node, place, value) for value in values]
+
+
+def _value_of(node: Node, place: int, value: object) -> Node:
+    if not isinstance(value, Node):
+        raise ValueError(  # noqa: TRY004 - the model is not supported
+            f"argument {place} of {node.name} must be a value of the graph, got {value!r}"
+        )
+    return value
+
+
+def integers_of(node: Node, place: int) -> list[int]:
+    """The argument of a node at a place, which is an integer or several.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    stated = node.args[place]
+    values = stated if isinstance(stated, list | tuple) else [stated]
+    integers = [value for value in values if isinstance(value, int)]
+    if len(integers) != len(values):
+        raise ValueError(
+            f"argument {place} of {node.name} must be an integer or several, got {stated!r}"
+        )
+    return integers
+
+
 def without_writing(recorded: Node) -> Any:
     """The out-of-place form of an operation that overwrites its input.
 
@@ -105,8 +150,7 @@ def without_writing(recorded: Node) -> Any:
             is read afterwards too.
     """
     target: Any = recorded.target
-    source = recorded.args[0]
-    assert isinstance(source, Node), "it is a value of the graph"
+    source = input_of(recorded)
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     packet = getattr(_aten, name.removesuffix("_"), None)
     is_own = source.op == "call_function" and not getattr(source.target, "is_view", False)
@@ -124,9 +168,7 @@ def drop_unused(graph: Graph) -> None:
 def transposed(graph: Graph, node: Node, first: int = 0, second: int = 1) -> Node:
     """Exchange two dimensions of a value. If the node exchanges the same two, return its input."""
     if is_transpose(node) and (node.args[1], node.args[2]) == (first, second):
-        source = node.args[0]
-        assert isinstance(source, Node), "it is a value of the graph"
-        return source
+        return input_of(node)
     return graph.call_method("transpose", (node, first, second))
 
 
@@ -135,8 +177,7 @@ def in_order(node: Node) -> bool:
     if node.op in ("call_module", "placeholder"):
         return True
     if node.op == "call_method":
-        source = node.args[0]
-        assert isinstance(source, Node), "it is a value of the graph"
+        source = input_of(node)
         return node.target == "contiguous" or (node.target == "reshape" and in_order(source))
     is_own = str(getattr(node.target, "__module__", "")).startswith("ostinato.")
     return node.op == "call_function" and is_own
@@ -177,10 +218,6 @@ def argument_name(target: Any, index: int) -> str:
 
 def argument_default(target: Any, index: int) -> Any:
     return target._schema.arguments[index].default_value
-
-
-def map_nodes(arguments: Any, change: Callable[[Node], Any]) -> Any:
-    return map_arg(arguments, change)
 
 
 def has_symbol(arguments: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ostinato.models.recorded.graph_values import recorded_module
+from ostinato.models.recorded.graph_values import inputs_of, recorded_module
 from ostinato.models.recorded.leaf_modules import LinearLeaf
 from ostinato.models.recorded.recording import Recording
 
@@ -83,7 +83,7 @@ def partition(recording: Recording) -> Partition:
         tables_of.append(tuple(node for node in inputs if node in from_positions - from_ids))
         groups[index] = _with_constants(nodes, from_ids | from_positions)
     head = _head(recording, groups[-1])
-    before_head = _ancestors([_first_input(head)], set(groups[-1]))
+    before_head = _ancestors(inputs_of(head)[:1], set(groups[-1]))
     begin = _ancestors([boundary[0]], set(groups[0]))
     layers = tuple(
         LayerPart(tuple(groups[index + 1]), boundary[index], boundary[index + 1], tables)
@@ -218,13 +218,6 @@ def _ancestors(nodes: Iterable[Node], within: set[Node]) -> set[Node]:
             found.add(current)
             todo += [source for source in current.all_input_nodes if source in within]
     return found
-
-
-def _first_input(call: Node) -> Node:
-    inputs = call.args[0]
-    assert isinstance(inputs, list | tuple), "it is a list of values"
-    assert isinstance(inputs[0], Node), "it is a value of the graph"
-    return inputs[0]
 
 
 def _head(recording: Recording, nodes: list[Node]) -> Node:

@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ostinato.models.checkpoints.row_orders import interleaved_rope
-from ostinato.models.recorded.graph_values import shape_of, transposed
+from ostinato.models.recorded.graph_values import (
+    input_of,
+    inputs_of,
+    integers_of,
+    shape_of,
+    transposed,
+)
 from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
 from ostinato.ops.rope import rotate_heads
 
@@ -140,18 +146,17 @@ def _linear_of(heads: Node, merged: Mapping[str, tuple[str, ...]]) -> str | None
     """The linear layer whose rows are the heads [T, H, d]."""
     part = None
     if heads.target is operator.getitem:
-        split, part = heads.args
-        assert isinstance(split, Node), "it is a value of the graph"
+        split, (part,) = input_of(heads), integers_of(heads, 1)
         if split.target != "split_with_sizes" or split.args[2] != 1:
             return None
-        heads = split.args[0]  # pyright: ignore
+        heads = input_of(split)
     linear = heads.args[0] if heads.target == "reshape" else None
     if not isinstance(linear, Node) or linear.op != "call_module":
         return None
     target = str(linear.target)
     is_only_call = len(linear.graph.find_nodes(op="call_module", target=target)) == 1
     if part is not None:
-        return merged[target][int(part)] if target in merged else None  # pyright: ignore
+        return merged[target][part] if target in merged else None
     return target if is_only_call and target not in merged and len(linear.users) == 1 else None
 
 
@@ -180,18 +185,20 @@ def join_rotations(graph: Graph, leaves: Mapping[str, Leaf]) -> None:
             continue
         if any(node.target is not operator.getitem for node in heads):
             continue
-        split = heads[0].args[0]
+        split = input_of(heads[0])
         if split is not heads[1].args[0] or [node.args[1] for node in heads] != [0, 1]:
             continue
-        merged, sizes, dim = split.args
-        if dim != 1 or len(sizes) != 3:  # pyright: ignore
+        if split.target != "split_with_sizes" or split.args[2] != 1:
+            continue
+        merged, sizes = input_of(split), integers_of(split, 1)
+        if len(sizes) != 3:
             continue
         (norm, _), keywords = kinds, {}
         with graph.inserting_before(rotations[0]):
             if isinstance(norm, NormLeaf):
                 q_weight, k_weight = (graph.get_attr(f"{name}.weight") for name in norms)
                 keywords = {"q_weight": q_weight, "k_weight": k_weight, "eps": norm.eps}
-            num_q, num_k, num_v = sizes  # pyright: ignore
+            num_q, num_k, num_v = sizes
             both = graph.call_method("split_with_sizes", (merged, [num_q + num_k, num_v], 1))
             first = graph.call_function(operator.getitem, (both, 0))
             arguments = (first, *rotations[0].args[1:3], num_q)
@@ -212,8 +219,7 @@ def _before_norm(heads: Any, leaves: Mapping[str, Leaf]) -> tuple[Node, str | No
     is_usual = isinstance(leaf, NormLeaf) and leaf.kind != "layer"
     if not is_usual or not isinstance(flat, Node) or flat.target != "reshape":
         return heads, None
-    source = flat.args[0]
-    assert isinstance(source, Node), "it is a value of the graph"
+    source = input_of(flat)
     return source, name
 
 
@@ -316,9 +322,10 @@ def _is_turned_pairs(node: Node, x: Node) -> bool:
     stack = _before(node, (("reshape", sizes), ("contiguous", ())))
     if stack is None or stack.target is not _aten.stack.default or stack.args[1:] != (3,):
         return False
-    second, first = stack.args[0]  # pyright: ignore
-    if not isinstance(second, Node) or second.target is not _aten.neg.default:
+    parts = inputs_of(stack)
+    if len(parts) != 2 or parts[0].target is not _aten.neg.default:
         return False
+    second, first = parts
     return _is_every_other(second.args[0], x, 1) and _is_every_other(first, x, 0)
 
 
@@ -351,21 +358,19 @@ def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
     if not isinstance(node, Node):
         return False
     if node.target is operator.getitem:  # the tensor is split into two equal halves
-        split, index = node.args
-        assert isinstance(split, Node), "it is a value of the graph"
-        if split.target != "split_with_sizes" or _uncast(split.args[0]) is not x:  # pyright: ignore
+        split, (place,) = input_of(node), integers_of(node, 1)
+        if split.target != "split_with_sizes" or _uncast(input_of(split)) is not x:
             return False
-        _, sizes, dim = split.args
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]  # pyright: ignore
-        place = int(index)  # pyright: ignore
-        return dim == 2 and (starts[place], starts[place] + sizes[place]) == (begin, end)  # pyright: ignore
-    if node.target is not _aten.slice.Tensor or node.args[1] != 2 or len(node.args) > 4:
+        sizes = integers_of(split, 1)
+        start = sum(sizes[:place])
+        return split.args[2:] == (2,) and (start, start + sizes[place]) == (begin, end)
+    if node.target is not _aten.slice.Tensor or node.args[1] != 2 or len(node.args) != 4:
         return False
-    if _uncast(node.args[0]) is not x:  # pyright: ignore
+    if _uncast(input_of(node)) is not x:
         return False
     size = int(shape_of(x)[-1])
-    first, last = node.args[2] or 0, min(int(node.args[3]), size)  # pyright: ignore
-    return (first, last) == (begin, end)
+    first = 0 if node.args[2] is None else integers_of(node, 2)[0]
+    return first == begin and min(*integers_of(node, 3), size) == end
 
 
 def _transposed_source(x: Node) -> tuple[Node, torch.dtype] | None:
@@ -373,8 +378,9 @@ def _transposed_source(x: Node) -> tuple[Node, torch.dtype] | None:
 
     x may also be only the first columns of that transpose.
     """
-    if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2] and len(x.args) < 5:
-        x = _uncast(x.args[0])  # pyright: ignore
+    is_first = x.target is _aten.slice.Tensor and x.args[1:3] in ((2, None), (2, 0))
+    if is_first and len(x.args) < 5:
+        x = _uncast(input_of(x))
     if x.op == "call_method" and x.target == "transpose" and x.args[1:] == (0, 1):
         source = x.args[0]
         return (source, x.meta["val"].dtype) if isinstance(source, Node) else None
@@ -385,11 +391,10 @@ def _with_rest(node: Node, x: Node) -> Node | None:
     """For heads that are rotated in part: the node that joins both parts; None = there is none."""
     if x.target is not _aten.slice.Tensor:
         return None
-    whole, size = x.args[0], int(shape_of(x)[-1])
+    whole, size = input_of(x), int(shape_of(x)[-1])
     for user in node.users:
         if user.target is _aten.cat.default and isinstance(user.args[0], list | tuple):
             parts, dim = user.args[0], user.args[1] if len(user.args) > 1 else 0
-            assert isinstance(whole, Node), "it is a value of the graph"
             end = int(shape_of(whole)[-1])
             if len(parts) == 2 and dim == 2 and _is_slice(parts[1], whole, size, end):
                 return user

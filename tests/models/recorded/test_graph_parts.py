@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
+from ostinato.models.recorded.graph_values import input_of, inputs_of, integers_of
 from ostinato.models.recorded.recording import Recording
 
 HEADS, TOKENS, DIM = 3, 5, 4
@@ -58,3 +59,15 @@ def test_a_parameter_with_a_first_size_of_one(function: Callable[..., Tensor]) -
     root.add_module(TENSORS, holder)
     part = GraphModule(root, builder.graph)
     torch.testing.assert_close(part(x[0]), function(x, parameter)[0], rtol=0, atol=0)
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.add.Tensor, (x, 1.5), name="sum_of_both")
+    assert input_of(node) is x
+    assert inputs_of(node) == [x]
+    with pytest.raises(ValueError, match="argument 1 of sum_of_both must be a value of the graph"):
+        input_of(node, 1)
+    with pytest.raises(ValueError, match=r"argument 1 of sum_of_both must be an integer.*got 1\.5"):
+        integers_of(node, 1)
