@@ -202,7 +202,7 @@ class StepTensors(Generic[Array]):
     # [T]; like `slot_mapping`, for the layers with a window. None = as above.
     window_slot_mapping: Annotated[Array | None, _PER_TOKEN] = None
     # [S, 4]; the slots in which recurrent layers keep the states of each sequence; its columns are
-    # in ops/recurrent/states.py. None = no layer is recurrent.
+    # the last fields of `StateRows` (ops/recurrent/states.py). None = no layer is recurrent.
     state_slots: Annotated[Array | None, TensorSpec(sizes=(Size.seqs, 4), dtype=torch.int32)] = None
 
 

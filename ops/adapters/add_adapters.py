@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ostinato.ops.native.library import load
 from ostinato.ops.register import register_op
 
 __all__ = (
     "PANEL",
     "add_adapters",
     "add_adapters_reference",
-    "load_adapter_kernels",
     "pack_columns",
 )
 
@@ -72,15 +70,6 @@ def pack_columns(b: Tensor) -> Tensor:
     rank, columns = b.shape
     padded = pad(b, (0, -columns % PANEL))
     return padded.view(rank, -1, PANEL).transpose(0, 1).contiguous()
-
-
-def load_adapter_kernels() -> None:
-    """Load the CPU kernels. They are built on first use.
-
-    Raises:
-        NativeBuildError: they cannot be built here.
-    """
-    load("adapters")
 
 
 def add_adapters_reference(

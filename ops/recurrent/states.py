@@ -20,38 +20,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = (
-    "CHECKPOINT",
-    "CHECKPOINT_TOKENS",
-    "READ",
-    "WRITE",
     "StateRows",
     "convolve",
     "silu",
     "state_rows",
 )
 
-READ = 0
-"""Column of `state_slots`: the slot that is read; 0 = the sequence begins, its states are zero."""
-
-WRITE = 1
-"""Column of `state_slots`: the slot that the states after the last token are written to."""
-
-CHECKPOINT = 2
-"""Column of `state_slots`: a slot for the states after some of the step's tokens; 0 = none."""
-
-CHECKPOINT_TOKENS = 3
-"""Column of `state_slots`: after how many tokens of the step; at least 1, less than all of them."""
-
 
 class StateRows(NamedTuple):
-    """The tokens of one sequence in a step, and its slots."""
+    """The tokens of one sequence in a step, and its slots: the four columns of `state_slots`."""
 
     begin: int  # the first row of the step
     end: int
-    read: int
-    write: int
-    checkpoint: int
-    checkpoint_tokens: int
+    read: int  # the slot that is read; 0 = the sequence begins, its states are zero
+    write: int  # the slot that the states after the last token are written to
+    checkpoint: int  # a slot for the states after some of the step's tokens; 0 = none
+    checkpoint_tokens: int  # after how many of them; at least 1, less than all
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """(first row, row after the last, slot that is written after them), in their order."""

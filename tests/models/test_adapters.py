@@ -16,7 +16,7 @@ from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import LayerProgram
 from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.ops.adapters.add_adapters import load_adapter_kernels
+from ostinato.ops.native.library import load as load_kernels
 from tests.models.adapted_models import SPACE, Adapters, fill_slots, merged, slots_of
 from tests.models.driver import Driver, Forward, Sequence
 from tests.models.parity import PROMPT, load
@@ -57,7 +57,7 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize("directory", FAMILIES, indirect=True)
 @torch.inference_mode()
 def test_a_sequence_gets_the_logits_of_merged_weights(directory: Path) -> None:
-    load_adapter_kernels()
+    load_kernels("adapters")
     base, config = load(directory, "cpu")
     model, _ = load(directory, "cpu", pack=True, adapters=SPACE)
     adapters = fill_slots(model)
@@ -75,7 +75,7 @@ def test_a_sequence_gets_the_logits_of_merged_weights(directory: Path) -> None:
 @pytest.mark.parametrize("directory", ["llama3", "deepseek-v3"], indirect=True)
 @torch.inference_mode()
 def test_compiled_and_captured_steps_have_the_bits_of_eager_steps(directory: Path) -> None:
-    load_adapter_kernels()
+    load_kernels("adapters")
     model, config = load(directory, "cpu", pack=True, adapters=SPACE)
     fill_slots(model)
     driver = Driver(model, config, dtype=torch.float32)
@@ -104,7 +104,7 @@ def test_compiled_and_captured_steps_have_the_bits_of_eager_steps(directory: Pat
 @pytest.mark.parametrize("directory", ["llama3"], indirect=True)
 @torch.inference_mode()
 def test_a_sequence_has_the_bits_of_a_run_alone(directory: Path) -> None:
-    load_adapter_kernels()
+    load_kernels("adapters")
     model, config = load(directory, "cpu", pack=True, adapters=SPACE)
     fill_slots(model)
     plain, _ = load(directory, "cpu", pack=True)
