@@ -26,7 +26,7 @@ _KINDS = {
     MatrixRole.head: "the output head",
     MatrixRole.embedding: "an embedding",
     MatrixRole.tied: "the embedding, which is also the output head",
-    MatrixRole.vision: "a matrix of the vision tower",
+    MatrixRole.vision: "a matrix of the tower for images or sounds",
 }
 
 

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 
 from ostinato.models.adapters.adapter_files import AdapterError
 from ostinato.models.adapters.peft_adapter import read_adapter
+from ostinato.models.adapters.targets import Targets
 from ostinato.models.base import CausalLM
+from ostinato.models.registry import build_model
 from tests.models.adapters.breaking import (
     Break,
     as_pickle,
@@ -37,6 +39,7 @@ from tests.models.adapters.peft_files import (
     save_base,
     small,
 )
+from tests.models.config_json.test_config import OF_FAMILY, read
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 UP = "base_model.model.model.layers.0.mlp.up_proj.lora_"
@@ -334,6 +337,25 @@ def test_modules_that_cannot_have_an_adapter(
     with pytest.raises(AdapterError) as refused:
         read_adapter(tmp_path, model, MAX_RANK)
     assert f"module {module} is {kind}, which cannot have an adapter" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    [
+        ("Qwen2AudioForConditionalGeneration", "audio_tower.layers.0.fc1"),
+        ("LlavaForConditionalGeneration", "vision_tower.encoder.layers.0.mlp.fc1"),
+    ],
+)
+def test_towers_of_images_and_of_sounds_have_no_adapters(architecture: str, module: str) -> None:
+    model = build_model(
+        read(architectures=[architecture], **OF_FAMILY[architecture]),
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        attention_backend="reference",
+        num_media_rows=9,
+    )
+    text = Targets(model).why_missing(module)
+    assert text.startswith("is a matrix of the tower for images or sounds, which cannot have an")
 
 
 def test_every_truncation_of_the_weights(adapter: Path, model: CausalLM) -> None:
