@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.sharding import ONLY_STAGE, Stage
 from ostinato.models.step_tensors import ForwardBatch, StepInputs, StepTensors

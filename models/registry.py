@@ -15,8 +15,8 @@ from ostinato.models.checkpoints.headers import read_headers
 from ostinato.models.checkpoints.slots import bare_name, stored_modules
 from ostinato.models.choose_weights import PLAIN
 from ostinato.models.config.head_spec import HeadSpec
+from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.config_json.hf_fields import architecture_of
 from ostinato.models.kv_cache import CrossSpace
 from ostinato.models.layers.adapter_slots import AdapterSpace
 from ostinato.models.layers.linear_layers import BuildOptions, LinearBase

@@ -7,7 +7,6 @@ This module imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ import msgspec
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.models.audio.languages import LANGUAGES
 from ostinato.models.audio.mel_fields import read_mel_spec
+from ostinato.models.config.hf_fields import HFConfig, read_integer
+from ostinato.models.media.processor_fields import TokenId
 
 __all__ = ("read_audio_spec",)
-
-# A parsed config.json. The alias of models/config is not imported, because it needs torch.
-HFConfig = Mapping[str, Any]
-TokenId = Callable[[str], int | None]
 
 _ENGLISH_VOCABULARY = 51864  # tokens of the English checkpoints; all others have more
 
@@ -51,11 +48,11 @@ def read_audio_spec(
             names the file, the key and the value.
     """
     tokens = _Tokens(hf_config, generation_config or {}, token_id)
-    num_states = _positive(hf_config, "max_source_positions", 1500)
+    num_states = read_integer(hf_config, "max_source_positions", default=1500)
     mel = read_mel_spec(
         path,
         num_positions=num_states,
-        num_bins=_positive(hf_config, "num_mel_bins", 80),
+        num_bins=read_integer(hf_config, "num_mel_bins", default=80),
     )
     first_timestamp_id = tokens.required("no_timestamps_token_id", "<|notimestamps|>") + 1
     tokens.check_timestamps(first_timestamp_id, num_states)
@@ -91,7 +88,7 @@ class _Tokens:
         self._config = hf_config
         self._generation = generation_config
         self._token_id = token_id
-        self._vocab_size = _positive(hf_config, "vocab_size", 51865)
+        self._vocab_size = read_integer(hf_config, "vocab_size", default=51865)
 
     def optional(self, key: str, text: str) -> int | None:
         """The token that a key states, else the added token with a text; None without both."""
@@ -214,12 +211,3 @@ class _Tokens:
                 f"{what} must be a token id below config.json: vocab_size={self._vocab_size}"
             )
         return value
-
-
-def _positive(hf_config: HFConfig, key: str, default: int) -> int:
-    """An integer of at least 1 in config.json."""
-    value = hf_config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise ValueError(f"config.json: {key}={json.dumps(value)} must be an integer of at least 1")
-    return value

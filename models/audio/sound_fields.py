@@ -6,7 +6,7 @@ effect, and which default. This module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,16 @@ import msgspec
 from ostinato.models.audio.mel_fields import read_mel_spec
 from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.config.audio_config import SoundConfig
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.media.processor_fields import (
     ProcessorFields,
+    TokenId,
     read_id,
     read_object,
     text_of_id,
 )
 
 __all__ = ("read_sound_spec",)
-
-# A parsed config.json. The alias of models/config is not imported, because it needs torch.
-HFConfig = Mapping[str, Any]
-TokenId = Callable[[str], int | None]
 
 _FILE = "processor_config.json"
 

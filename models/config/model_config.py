@@ -5,9 +5,7 @@ Families read them from a Hugging Face config.json (`LanguageModel.read_config`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,15 +29,11 @@ from ostinato.ops.rope import Rope
 
 __all__ = (
     "DTYPES",
-    "HFConfig",
     "ModelConfig",
     "QueryTemperature",
     "resolve_cache_dtype",
     "resolve_dtype",
 )
-
-HFConfig = Mapping[str, Any]
-"""A config.json as parsed."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

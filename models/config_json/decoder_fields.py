@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ostinato.models.config.block_spec import BlockSpec
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     architecture_of,
-    read_activation,
     read_flag,
     read_integer,
     read_number,
     read_token_id,
     read_token_ids,
     refuse_other_values,
-    stated_dtype,
 )
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.layer_windows import WindowRule, no_windows
 from ostinato.models.config_json.rope_fields import read_rope, stretched_context
+from ostinato.models.config_json.torch_fields import read_activation, stated_dtype
 
 __all__ = (
     "MUST_BE",

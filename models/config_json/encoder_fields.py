@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.model_kind import ENCODER
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     architecture_of,
-    read_activation,
     read_integer,
     read_name,
     read_number,
     read_object,
     refuse_other_values,
-    stated_dtype,
 )
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.model_kind import ENCODER
+from ostinato.models.config_json.torch_fields import read_activation, stated_dtype
 
 __all__ = ("read_encoder_config",)
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ostinato.models.config.block_spec import BlockSpec, NormKind, QKNorm
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.recurrent_spec import DeltaSpec, ShortConvSpec
-from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_first,
     read_flag,
     read_integer,
@@ -19,6 +17,9 @@ from ostinato.models.config_json.hf_fields import (
     refuse_other_kinds,
     refuse_other_values,
 )
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.recurrent_spec import DeltaSpec, ShortConvSpec
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 
 __all__ = (
     "PartKind",

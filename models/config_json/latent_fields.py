@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer, refuse_other_values
 from ostinato.models.config.latent_spec import LatentSpec
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_values
 from ostinato.models.config_json.rope_fields import temperature_of
 
 __all__ = ("read_latent_config",)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ostinato.models.config.model_config import HFConfig
-from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_kinds
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer, refuse_other_kinds
 
 __all__ = (
     "WindowRule",

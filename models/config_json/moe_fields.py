@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.hf_fields import (
+    HFConfig,
+    read_flag,
+    read_integer,
+    read_layers,
+    read_number,
+)
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_flag, read_integer, read_layers, read_number
 from ostinato.ops.moe.routing import RouteSpec, Scoring
 
 __all__ = (

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ostinato.models.config.model_config import HFConfig
-from ostinato.models.config_json.decoder_fields import MUST_BE
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_first,
     read_flag,
     read_name,
     read_object,
     refuse_other_values,
 )
+from ostinato.models.config_json.decoder_fields import MUST_BE
 from ostinato.ops.rope import Rope
 
 __all__ = (

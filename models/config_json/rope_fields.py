@@ -9,14 +9,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ostinato.models.config.model_config import HFConfig, QueryTemperature
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_first,
     read_flag,
     read_integer,
     read_number,
     read_object,
 )
+from ostinato.models.config.model_config import QueryTemperature
 from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.rope import (
     LinearScaling,

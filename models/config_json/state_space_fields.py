@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer, refuse_other_values
 from ostinato.models.config.recurrent_spec import StateSpaceSpec
-from ostinato.models.config_json.hf_fields import read_flag, read_integer, refuse_other_values
 from ostinato.models.config_json.hybrid_layers import read_conv_width
 
 __all__ = ("read_nemotron_state_space", "read_state_space")

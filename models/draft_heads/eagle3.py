@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, DecoderLayer
 from ostinato.models.config.head_spec import HeadSpec
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, architecture_of, read_first, read_integer
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import read_decoder_config
-from ostinato.models.config_json.hf_fields import architecture_of, read_first, read_integer
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.draft_heads.draft_head_model import DraftHeadModel
 from ostinato.models.layers.linear_layers import BuildOptions, Linear

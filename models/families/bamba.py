@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_layers, refuse_other_values
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_layers, refuse_other_values
 from ostinato.models.config_json.state_space_fields import read_state_space
 from ostinato.models.decoder import Decoder
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.encoder_fields import read_encoder_config
 from ostinato.models.encoder import Encoder
 from ostinato.models.layers.linear_layers import BuildOptions, Linear

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ostinato.models.checkpoints.row_orders import interleaved_rope
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.families.gptj import GPTJForCausalLM
 from ostinato.models.layers.linear_layers import BuildOptions
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import grouped_parts, rotated_last
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_name, refuse_other_values
+from ostinato.models.config.hf_fields import HFConfig, read_name, refuse_other_values
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.latent_fields import read_latent_config
 from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES, Decoder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import refuse_other_values, with_defaults
+from ostinato.models.config.hf_fields import HFConfig, refuse_other_values, with_defaults
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.latent_fields import read_latent_config
 from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.families.deepseek_v2 import DeepseekV2ForCausalLM

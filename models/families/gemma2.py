@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, Residual
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_cap, read_number
+from ostinato.models.config.hf_fields import HFConfig, read_cap, read_number
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.llama import LlamaForCausalLM

@@ -7,8 +7,14 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.tower_layouts import SIGLIP_NAMES, TOWER, with_projector
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_cap, read_flag, read_integer, read_number
+from ostinato.models.config.hf_fields import (
+    HFConfig,
+    read_cap,
+    read_flag,
+    read_integer,
+    read_number,
+)
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.rope_fields import read_rope, rope_by_layer_type

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import QKNorm
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_flag, with_defaults
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_flag, with_defaults
 from ostinato.models.config_json.moe_fields import read_deepseek_experts
 from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM

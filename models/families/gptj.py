@@ -7,9 +7,9 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_integer, refuse_other_values
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
 from ostinato.models.decoder import Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.rope import Rope

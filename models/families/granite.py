@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_number
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import read_decoder_config
-from ostinato.models.config_json.hf_fields import read_number
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("GraniteForCausalLM", "with_multipliers")

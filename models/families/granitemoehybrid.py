@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_first, read_integer
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_first, read_integer
 from ostinato.models.config_json.hybrid_layers import recurrent_layers
 from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.config_json.state_space_fields import read_state_space

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_flag
+from ostinato.models.config.hf_fields import HFConfig, read_flag
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import LLAVA_TEXTS
 from ostinato.models.config_json.towers.tiled_tower_fields import read_intern_vision

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.hybrid_layers import read_lfm2_config
 from ostinato.models.decoder import Decoder
 

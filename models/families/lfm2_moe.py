@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer, read_number
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_flag, read_integer, read_number
 from ostinato.models.config_json.hybrid_layers import read_lfm2_config
 from ostinato.models.config_json.moe_fields import read_route
 from ostinato.models.families.lfm2 import Lfm2ForCausalLM

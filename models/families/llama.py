@@ -7,7 +7,8 @@ window, Qwen2 adds biases, and Qwen3 normalises queries and keys.
 from __future__ import annotations
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import read_decoder_config
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import interleaved_queries_and_keys
 from ostinato.models.config.block_spec import QKNorm
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.layer_windows import read_chunked_windows
 from ostinato.models.config_json.moe_fields import interleaved_layers, read_route
 from ostinato.models.config_json.rope_fields import read_query_temperature, read_rope_kinds

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.checkpoints.tower_layouts import with_names_of, with_projector
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_first
+from ostinato.models.config.hf_fields import HFConfig, read_first
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.nested_fields import read_text_config, text_kind
 from ostinato.models.config_json.text_defaults import MISTRAL3_TEXT, MISTRAL3_TEXTS
 from ostinato.models.config_json.towers.pixtral_tower_fields import read_mistral3_vision

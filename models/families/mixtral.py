@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.config_json.layer_windows import listed_windows

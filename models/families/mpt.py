@@ -6,15 +6,16 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_cap,
     read_integer,
     read_number,
     read_object,
     refuse_other_values,
 )
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.decoder import Decoder
 from ostinato.ops.alibi import alibi_slopes
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_flag,
     read_integer,
     read_number,
     refuse_other_values,
 )
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.config_json.hybrid_layers import PartKind, read_part_kinds
 from ostinato.models.config_json.moe_fields import read_route
 from ostinato.models.config_json.state_space_fields import read_nemotron_state_space

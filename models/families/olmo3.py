@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.layer_windows import layer_types_every, listed_windows
 from ostinato.models.config_json.rope_fields import read_rope, rope_by_layer_type
 from ostinato.models.families.olmo2 import Olmo2ForCausalLM

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, refuse_other_values
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import refuse_other_values
 from ostinato.models.decoder import Decoder
 
 __all__ = ("PhiForCausalLM",)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_object
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_object
 from ostinato.models.config_json.layer_windows import listed_windows
 from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM

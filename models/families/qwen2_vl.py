@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import architecture_of
+from ostinato.models.config.hf_fields import HFConfig, architecture_of
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.nested_fields import (
     flat_axes,
     read_text_config,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ostinato.models.checkpoints.row_orders import gated_queries
 from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.hybrid_layers import read_gated_delta_config
 from ostinato.models.config_json.nested_fields import (
     interleaved_axes,

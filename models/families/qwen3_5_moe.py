@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_integer, refuse_other_values
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
-from ostinato.models.config_json.hf_fields import read_integer, refuse_other_values
 from ostinato.models.config_json.moe_fields import every_layer, read_route
 from ostinato.models.config_json.nested_fields import read_text_config
 from ostinato.models.config_json.text_defaults import QWEN3_5_MOE_TEXT

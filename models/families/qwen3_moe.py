@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.config.block_spec import QKNorm
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
-from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.layer_windows import switched_windows
 from ostinato.models.config_json.moe_fields import read_route, sparse_layers
 from ostinato.models.families.llama import LlamaForCausalLM

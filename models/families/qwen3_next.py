@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.checkpoints.row_orders import gated_delta_orders, gated_queries
-from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config.recurrent_spec import DeltaSpec
-from ostinato.models.config_json.hf_fields import read_flag, read_integer
 from ostinato.models.config_json.hybrid_layers import read_gated_delta_config
 from ostinato.models.config_json.moe_fields import read_route, sparse_layers
 from ostinato.models.decoder import Decoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.checkpoints.tower_layouts import with_qwen3_tower
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import read_flag, refuse_other_values
+from ostinato.models.config.hf_fields import HFConfig, read_flag, refuse_other_values
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.nested_fields import (
     interleaved_axes,
     read_text_config,

@@ -16,6 +16,7 @@ from typing import Any
 
 __all__ = (
     "ProcessorFields",
+    "TokenId",
     "read_areas",
     "read_colours",
     "read_id",
@@ -24,6 +25,9 @@ __all__ = (
     "read_resample",
     "text_of_id",
 )
+
+TokenId = Callable[[str], int | None]
+"""Gives the id of an added token's text; None if there is no such token."""
 
 _FILE = "preprocessor_config.json"
 _COMBINED_FILE = "processor_config.json"

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ostinato.conf.errors import first_line
+from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.hf_source import HFModelSource
-from ostinato.models.config_json.hf_fields import architecture_of
 
 __all__ = ("ATTENTION", "find_source", "hf_model", "source_files")
 

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 from ostinato.models.base import CausalLM
 from ostinato.models.config.block_spec import BlockSpec
-from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config_json.hf_fields import (
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     architecture_of,
     read_token_id,
     read_token_ids,
-    stated_dtype,
 )
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config_json.torch_fields import stated_dtype
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.models.recorded.assembly import Assembly, rows_of_kind
 from ostinato.models.recorded.hf_model import find_source

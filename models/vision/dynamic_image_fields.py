@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.media.processor_fields import (
     read_areas,
     read_colours,
@@ -18,7 +19,6 @@ from ostinato.models.vision.image_processor_fields import (
     COMMON,
     COMMON_KEYS,
     PAD_AND_CROP,
-    HFConfig,
     edge_of,
     read_class,
     read_placeholder,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ostinato.models.config.hf_fields import HFConfig, read_name
 from ostinato.models.media.processor_fields import (
     ProcessorFields,
     read_colours,
@@ -16,7 +17,6 @@ from ostinato.models.vision.image_processor_fields import (
     COMMON,
     COMMON_KEYS,
     PAD_AND_CROP,
-    HFConfig,
     edge_of,
     pair_of,
     read_class,
@@ -25,7 +25,7 @@ from ostinato.models.vision.image_processor_fields import (
 )
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 
-__all__ = ("read_fixed_images",)
+__all__ = ("read_feature_strategy", "read_fixed_images")
 
 _CLIP = COMMON | {
     "size": {"shortest_edge": 224},
@@ -84,7 +84,8 @@ def read_fixed_images(
     if fields.flag("do_pad") and name != "LlavaImageProcessor" and fields.get("pad_size"):
         _refuse_other_size(fields, "pad_size", read_pair(fields, "pad_size"), image_size)
     num_patches = (image_size[0] // patch_size) * (image_size[1] // patch_size)
-    num_tokens = num_patches + num_class_tokens - _num_dropped(hf_config)
+    num_dropped = int(read_feature_strategy(hf_config) == "default")
+    num_tokens = num_patches + num_class_tokens - num_dropped
     if num_tokens < 1:
         raise ValueError(
             f"config.json: vision_config.image_size={list(image_size)} gives no embedding with "
@@ -149,12 +150,11 @@ def _refuse_other_size(
         )
 
 
-def _num_dropped(hf_config: HFConfig) -> int:
-    """States that are left out at the begin of a tower's output."""
-    strategy = hf_config.get("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full"):
-        raise ValueError(
-            f"config.json: vision_feature_select_strategy={strategy!r} is not supported; "
-            "supported: default, full"
-        )
-    return int(strategy == "default")
+def read_feature_strategy(hf_config: HFConfig) -> str:
+    """`vision_feature_select_strategy`; `default` leaves out the first state of the tower's output.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    supported = ("default", "full")
+    return read_name(hf_config, "vision_feature_select_strategy", supported, "default")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.media.processor_fields import (
     read_colours,
     read_id,
@@ -14,7 +15,6 @@ from ostinato.models.media.processor_fields import (
 from ostinato.models.vision.image_processor_fields import (
     COMMON,
     COMMON_KEYS,
-    HFConfig,
     edge_of,
     read_class,
     read_pair,

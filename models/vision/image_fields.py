@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.vision.dynamic_image_fields import QWEN_DEFAULTS, read_dynamic_images
 from ostinato.models.vision.fixed_image_fields import read_fixed_images
 from ostinato.models.vision.gemma3_image_fields import read_gemma3_images
-from ostinato.models.vision.image_processor_fields import HFConfig
 from ostinato.models.vision.image_spec import ImageSizing, ImageSpec
 from ostinato.models.vision.pixtral_image_fields import MISTRAL3, read_pixtral_images
 from ostinato.models.vision.tile_spec import TileGrid, TileSpec

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.media.processor_fields import ProcessorFields, read_id, read_processor_fields
 
 __all__ = (
@@ -17,7 +18,6 @@ __all__ = (
     "COMMON",
     "COMMON_KEYS",
     "PAD_AND_CROP",
-    "HFConfig",
     "edge_of",
     "merged_edge",
     "pair_of",
@@ -25,9 +25,6 @@ __all__ = (
     "read_pair",
     "read_placeholder",
 )
-
-HFConfig = Mapping[str, Any]
-"""A parsed config.json. The alias of models/config needs torch, so it is not imported."""
 
 CLIP_COLOURS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.media.processor_fields import (
     ProcessorFields,
     read_colours,
@@ -20,7 +21,6 @@ from ostinato.models.vision.image_processor_fields import (
     CLIP_COLOURS,
     COMMON,
     COMMON_KEYS,
-    HFConfig,
     edge_of,
     read_class,
     read_pair,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ostinato.models.config.hf_fields import HFConfig
 from ostinato.models.media.processor_fields import (
     ProcessorFields,
     read_colours,
@@ -19,7 +20,6 @@ from ostinato.models.vision.image_processor_fields import (
     COMMON,
     COMMON_KEYS,
     PAD_AND_CROP,
-    HFConfig,
     edge_of,
     merged_edge,
     read_class,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ostinato.models.config.model_config import HFConfig
-from ostinato.models.config.vision_config import TowerKind, VisionConfig
-from ostinato.models.config_json.hf_fields import (
-    read_activation,
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_flag,
     read_name,
     read_number,
     refuse_other_values,
 )
+from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.config_json.torch_fields import read_activation
 from ostinato.models.config_json.towers.pixtral_tower_fields import PIXTRAL, read_pixtral_vision
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
@@ -19,6 +19,7 @@ from ostinato.models.config_json.towers.tower_fields import (
     tower_fields,
     tower_integer,
 )
+from ostinato.models.vision.fixed_image_fields import read_feature_strategy
 
 __all__ = ("read_llava_vision",)
 
@@ -54,12 +55,7 @@ def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
     refuse_other_values(fields, {PLACE + "num_channels": 3})
     is_clip = kind is TowerKind.clip
     num_layers = tower_integer(fields, "num_hidden_layers", 12)
-    strategy = hf_config.get("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full"):
-        raise ValueError(
-            f"config.json: vision_feature_select_strategy={strategy!r} is not supported; "
-            "supported: default, full"
-        )
+    strategy = read_feature_strategy(hf_config)
     image_size, patch_size = (
         tower_integer(fields, "image_size", 224),
         tower_integer(fields, "patch_size", 32 if is_clip else 16),

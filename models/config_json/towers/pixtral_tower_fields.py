@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ostinato.models.config.model_config import HFConfig
-from ostinato.models.config.vision_config import TowerKind, VisionConfig
-from ostinato.models.config_json.hf_fields import (
-    read_activation,
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_flag,
     read_integer,
     read_name,
     refuse_other_values,
 )
+from ostinato.models.config.vision_config import TowerKind, VisionConfig
+from ostinato.models.config_json.torch_fields import read_activation
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,

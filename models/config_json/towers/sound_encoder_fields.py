@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from ostinato.models.config.audio_config import AudioEncoderConfig, SoundConfig
-from ostinato.models.config.model_config import HFConfig
-from ostinato.models.config_json.hf_fields import (
-    read_activation,
+from ostinato.models.config.hf_fields import (
+    HFConfig,
     read_flag,
     read_integer,
     read_object,
     refuse_other_values,
 )
+from ostinato.models.config_json.torch_fields import read_activation
 
 __all__ = ("read_flamingo_sound", "read_qwen2_sound")
 

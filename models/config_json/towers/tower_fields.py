@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.hf_fields import HFConfig, read_integer, read_number, read_object
 from ostinato.models.config.vision_config import VisionConfig
-from ostinato.models.config_json.hf_fields import read_integer, read_number, read_object
 
 __all__ = (
     "PLACE",

@@ -198,10 +198,10 @@ def test_old_checkpoints_get_their_tokens_from_the_tokenizer(
     ("file", "key", "value", "message"),
     [
         ("config", "num_mel_bins", 128, "feature_size=80 is not supported; .*num_mel_bins=128"),
-        ("config", "num_mel_bins", "80", 'config.json: num_mel_bins="80" must be an integer'),
+        ("config", "num_mel_bins", "80", "num_mel_bins must be an integer of at least 1, got '80'"),
         ("config", "max_source_positions", 750, "max_source_positions=750"),
         ("config", "vocab_size", 1900, "vocab_size=1900 has no room for 1501 timestamps"),
-        ("config", "vocab_size", 0, "config.json: vocab_size=0"),
+        ("config", "vocab_size", 0, "config.json: vocab_size must be an integer"),
         ("generation_config", "eos_token_id", 5000, "generation_config.json: eos_token_id=5000"),
         ("generation_config", "eos_token_id", [1, 2], r"eos_token_id=\[1, 2\] must be a token"),
         ("generation_config", "eos_token_id", True, "eos_token_id=true"),

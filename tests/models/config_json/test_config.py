@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ostinato.conf.schema import DType
+from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig, resolve_dtype
-from ostinato.models.config_json.hf_fields import architecture_of
 from ostinato.models.families.gpt2 import GPT2LMHeadModel
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.registry import ARCHITECTURES, build_model, model_class

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config_json.hf_fields import architecture_of
+from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.registry import model_class
 
 # The config.json of mosaicml/mpt-7b.

@@ -219,7 +219,7 @@ def test_unsupported_values_are_refused(processor: Processor, key: str, value: A
         (CLIP, {"vision_config": {"image_size": 28, "patch_size": 28}}, None),
         (CLIP, {"vision_config": {"image_size": 28, "patch_size": [14, 7]}}, r"patch_size=\[14, 7"),
         (CLIP, {"vision_config": {"image_size": "28"}}, 'image_size="28"'),
-        (CLIP, {"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy='cls'"),
+        (CLIP, {"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy=cls"),
         (CLIP, {"image_token_id": 5, "image_token_index": 6}, "image_token_index=6 must be"),
         (CLIP, {"image_token_id": -1}, "image_token_id=-1"),
         (QWEN, {"vision_start_token_id": "<"}, 'vision_start_token_id="<"'),

@@ -1,4 +1,7 @@
-"""Reads single fields of a Hugging Face config.json; every error names the key."""
+"""Reads single fields of a Hugging Face config.json; every error names the key.
+
+This module imports no torch: processes without torch read how a model takes images and sounds.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
-from ostinato.models.config.model_config import DTYPES, HFConfig
-from ostinato.ops.activation import ACTIVATIONS
-
 __all__ = (
+    "HFConfig",
     "architecture_of",
-    "read_activation",
     "read_cap",
     "read_first",
     "read_flag",
@@ -26,9 +24,11 @@ __all__ = (
     "read_token_ids",
     "refuse_other_kinds",
     "refuse_other_values",
-    "stated_dtype",
     "with_defaults",
 )
+
+HFConfig = Mapping[str, Any]
+"""A config.json as parsed."""
 
 
 def architecture_of(hf_config: HFConfig) -> str:
@@ -205,36 +205,6 @@ def read_layers(hf_config: HFConfig, key: str, num_layers: int) -> tuple[int, ..
     ):
         raise ValueError(f"config.json: {key}={listed!r} must name layers 0 to {num_layers - 1}")
     return tuple(listed)
-
-
-def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
-    """The activation function under `key`.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    name = hf_config.get(key, default)
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(
-            f"config.json: {key}={name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
-        )
-    return name
-
-
-def stated_dtype(hf_config: HFConfig) -> torch.dtype:
-    """The dtype of the checkpoint's weights; float32 if the config states none.
-
-    Raises:
-        ValueError: the dtype is not supported.
-    """
-    stated = read_first(hf_config, "dtype", "torch_dtype", default="float32")
-    name = str(stated).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(
-            f"config.json: dtype={name!r} is not supported; supported: {', '.join(DTYPES)}; "
-            "choose one with model.config.dtype"
-        )
-    return DTYPES[name]
 
 
 def read_token_ids(config: HFConfig, key: str) -> tuple[int, ...]:
