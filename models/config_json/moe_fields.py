@@ -19,6 +19,7 @@ __all__ = (
     "interleaved_layers",
     "read_deepseek_experts",
     "read_route",
+    "read_scaled_route",
     "sparse_layers",
 )
 
@@ -70,6 +71,31 @@ def read_route(
         num_groups=num_groups,
         top_groups=top_groups,
         group_top=group_top or 1,
+    )
+
+
+def read_scaled_route(
+    hf_config: HFConfig,
+    *,
+    scoring: Scoring = Scoring.sigmoid,
+    renormalize: bool | None = None,
+    group_top: int | None = None,
+) -> RouteSpec:
+    """The router of a model whose config has `norm_topk_prob` and `routed_scaling_factor`.
+
+    Args:
+        hf_config: the parsed config.json.
+        scoring, group_top: as in `read_route`.
+        renormalize: as in `RouteSpec`; None = as the config says.
+
+    Raises:
+        ValueError: as `read_route`; or one of the two keys has a value that is not supported.
+    """
+    if renormalize is None:
+        renormalize = read_flag(hf_config, "norm_topk_prob", True)
+    scale = read_number(hf_config, "routed_scaling_factor", 1.0, above=0)
+    return read_route(
+        hf_config, scoring=scoring, renormalize=renormalize, scale=scale, group_top=group_top
     )
 
 
@@ -128,14 +154,8 @@ def read_deepseek_experts(
     size = read_integer(hf_config, "moe_intermediate_size")
     num_dense = read_integer(hf_config, "first_k_dense_replace", default=0, at_least=0)
     return MoESpec(
-        route=read_route(
-            hf_config,
-            scoring=scoring,
-            renormalize=read_flag(hf_config, "norm_topk_prob", True)
-            if renormalize is None
-            else renormalize,
-            scale=read_number(hf_config, "routed_scaling_factor", 1.0, above=0),
-            group_top=group_top,
+        route=read_scaled_route(
+            hf_config, scoring=scoring, renormalize=renormalize, group_top=group_top
         ),
         intermediate_size=size,
         layers=tuple(layer >= num_dense for layer in range(num_layers)),

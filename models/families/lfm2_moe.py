@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer, read_number
+from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.hybrid_layers import read_lfm2_config
-from ostinato.models.config_json.moe_fields import read_route
+from ostinato.models.config_json.moe_fields import read_scaled_route
 from ostinato.models.families.lfm2 import Lfm2ForCausalLM
-from ostinato.ops.moe.routing import Scoring
 
 __all__ = ("Lfm2MoeForCausalLM",)
 
@@ -27,12 +26,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         moe = MoESpec(
             # transformers adds 1e-6 to the sum of the weights by which they are divided. That
             # changes them less than the rounding of bfloat16.
-            route=read_route(
-                hf_config,
-                scoring=Scoring.sigmoid,
-                renormalize=read_flag(hf_config, "norm_topk_prob", True),
-                scale=read_number(hf_config, "routed_scaling_factor", 1.0, above=0),
-            ),
+            route=read_scaled_route(hf_config),
             intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
             layers=tuple(layer >= num_dense for layer in range(config.num_layers)),
             has_score_bias=read_flag(hf_config, "use_expert_bias", True),

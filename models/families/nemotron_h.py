@@ -5,22 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.config.hf_fields import (
-    HFConfig,
-    read_flag,
-    read_integer,
-    read_number,
-    refuse_other_values,
-)
+from ostinato.models.config.hf_fields import HFConfig, read_integer, refuse_other_values
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.config_json.hybrid_layers import PartKind, read_part_kinds
-from ostinato.models.config_json.moe_fields import read_route
+from ostinato.models.config_json.moe_fields import read_scaled_route
 from ostinato.models.config_json.state_space_fields import read_nemotron_state_space
 from ostinato.models.decoder import Decoder
 from ostinato.models.families.bamba import mamba_names
-from ostinato.ops.moe.routing import Scoring
 
 __all__ = ("NemotronHForCausalLM",)
 
@@ -86,13 +79,7 @@ def _read_experts(hf_config: HFConfig, layers: tuple[bool, ...]) -> MoESpec | No
     if not any(layers):
         return None
     return MoESpec(
-        route=read_route(
-            hf_config,
-            scoring=Scoring.sigmoid,
-            renormalize=read_flag(hf_config, "norm_topk_prob", True),
-            scale=read_number(hf_config, "routed_scaling_factor", 1.0, above=0),
-            group_top=2,
-        ),
+        route=read_scaled_route(hf_config, group_top=2),
         intermediate_size=read_integer(hf_config, "moe_intermediate_size", default=7688),
         layers=layers,
         has_score_bias=True,
