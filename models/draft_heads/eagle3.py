@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, DecoderLayer
 from ostinato.models.config.head_spec import HeadSpec
-from ostinato.models.config.hf_fields import HFConfig, architecture_of, read_first, read_integer
+from ostinato.models.config.hf_fields import HFConfig, architecture_of, read_flag, read_integer
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import read_decoder_config
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
@@ -212,15 +212,16 @@ def read_head_config(hf_config: HFConfig) -> ModelConfig:
         raise ValueError("config.json: eagle_config.use_aux_hidden_state must be true")
     layers = _layer_ids(hf_config.get("eagle_aux_hidden_state_layer_ids"), 0)
     layers = layers or _layer_ids(nested.get("eagle_aux_hidden_state_layer_ids"), 1)
+    depth = "target_num_hidden_layers"
     spec = HeadSpec(
         target_hidden_size=read_integer(
             hf_config, "target_hidden_size", default=config.hidden_size
         ),
         aux_layers=layers,
         num_aux_layers=3 if layers is None else len(layers),
-        target_num_layers=read_first(hf_config, "target_num_hidden_layers"),
+        target_num_layers=None if hf_config.get(depth) is None else read_integer(hf_config, depth),
         draft_vocab_size=read_integer(hf_config, "draft_vocab_size", default=config.vocab_size),
-        norm_before_residual=bool(hf_config.get("norm_before_residual", False)),
+        norm_before_residual=read_flag(hf_config, "norm_before_residual", False),
     )
     return replace(config, head=spec, tie_word_embeddings=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ostinato.models.config.hf_fields import HFConfig
+from ostinato.models.config.hf_fields import HFConfig, read_integer
 from ostinato.models.media.processor_fields import (
     read_colours,
     read_id,
@@ -94,5 +94,5 @@ def read_gemma3_images(
         resample=read_resample(fields),
         patch_size=edge_of(tower, "patch_size", 16),
         size=size,
-        num_tokens=int(hf_config.get("mm_tokens_per_image") or 256),
+        num_tokens=read_integer(hf_config, "mm_tokens_per_image", default=256),
     )

@@ -161,6 +161,14 @@ def test_the_bundled_head_gives_two_tokens_a_step() -> None:
             {"num_hidden_layers": 2},
             "config.json: num_hidden_layers=2 is not supported, only 1",
         ),
+        (
+            {"norm_before_residual": "no"},
+            "config.json: norm_before_residual must be true or false, got 'no'",
+        ),
+        (
+            {"target_num_hidden_layers": "5"},
+            "config.json: target_num_hidden_layers must be an integer of at least 1, got '5'",
+        ),
     ],
 )
 def test_a_head_for_another_model_is_refused(
