@@ -7,7 +7,7 @@ from litestar.config.cors import CORSConfig
 from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
 from litestar.openapi.config import OpenAPIConfig
-from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
+from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.plugins import PluginProtocol
 from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import Message, Scope
@@ -28,7 +28,7 @@ from ostinato.api.openai import routes as openai
 from ostinato.api.pooling import routes as pooling
 from ostinato.api.responses import routes as responses
 from ostinato.api.server import adapter_routes, admin_routes, invocations, page, routes
-from ostinato.api.server.schema_page import SchemaPage
+from ostinato.api.server.schema_page import schema_router
 from ostinato.api.service.service import Service
 
 __all__ = ("create_app",)
@@ -98,7 +98,8 @@ def create_app(service: Service) -> Litestar:
             version=__version__,
             use_handler_docstrings=True,
             # Litestar's own pages load their scripts from another host.
-            render_plugins=[SchemaPage(), JsonRenderPlugin(), YamlRenderPlugin()],
+            render_plugins=[JsonRenderPlugin()],
+            openapi_router=schema_router(),
         ),
         logging_config=None,
     )

@@ -1,18 +1,22 @@
-"""The page at `/schema`: the OpenAPI document as HTML.
+"""`/schema`: the OpenAPI document, as a page and as JSON.
 
 The page has no script and loads no other file. Its Content-Security-Policy enforces that.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jinja2
-from litestar import Request
-from litestar.openapi.plugins import OpenAPIRenderPlugin
+import msgspec
+from litestar import Litestar, Request, Response, Router
+from litestar.enums import MediaType, OpenAPIMediaType
 
-__all__ = ("SchemaPage",)
+__all__ = ("schema_router",)
+
+_PATH = "/schema"
 
 _TEMPLATE = """\
 <!doctype html>
@@ -82,27 +86,54 @@ h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: .6rem 0 0 }
 """
 
 
-class SchemaPage(OpenAPIRenderPlugin):
-    """Renders the document as HTML without scripts."""
+class _Documents:
+    """The page and the JSON. They are made at the first request for one of them.
+
+    That takes about half a second, so a thread does it. Other requests wait for the same thread.
+    """
 
     def __init__(self) -> None:
-        super().__init__(path="/")
-        self._page: bytes | None = None  # the document does not change while the server runs
+        self._lock = asyncio.Lock()
+        self._answers: dict[str, tuple[bytes, str]] = {}  # path -> body, media type
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        """The page as UTF-8."""
-        if self._page is None:
-            operations = [
-                (path, method.upper(), operation)
-                for path, methods in openapi_schema["paths"].items()
-                for method, operation in methods.items()
-            ]
-            environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-            environment.globals["rows"] = _rows
-            template = environment.from_string(_TEMPLATE)
-            info = openapi_schema["info"]
-            self._page = template.render(info=info, operations=operations).encode()
-        return self._page
+    async def answer(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
+        """The response to a request below `/schema`; None = another handler answers it."""
+        async with self._lock:
+            if not self._answers:
+                self._answers = await asyncio.to_thread(_make, request.app)
+        found = self._answers.get(request.scope["path_template"])
+        return None if found is None else Response(found[0], media_type=found[1])
+
+
+def schema_router() -> Router:
+    """The router of `/schema`. It answers in place of the handlers that Litestar adds to it.
+
+    Litestar's handlers would make the document on the event loop. They remain for unknown paths.
+    """
+    return Router(
+        _PATH, route_handlers=[], include_in_schema=False, before_request=_Documents().answer
+    )
+
+
+def _make(app: Litestar) -> dict[str, tuple[bytes, str]]:
+    document = app.openapi_schema.to_schema()
+    return {
+        _PATH: (_page(document), MediaType.HTML),
+        f"{_PATH}/openapi.json": (msgspec.json.encode(document), OpenAPIMediaType.OPENAPI_JSON),
+    }
+
+
+def _page(document: Mapping[str, Any]) -> bytes:
+    """The page as UTF-8."""
+    operations = [
+        (path, method.upper(), operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals["rows"] = _rows
+    template = environment.from_string(_TEMPLATE)
+    return template.render(info=document["info"], operations=operations).encode()
 
 
 def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:

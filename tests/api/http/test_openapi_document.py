@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from ostinato.api.server import schema_page
 from ostinato.runtime.types.engine_info import ServedTask
 
 
@@ -85,3 +89,25 @@ def test_every_type_of_event_is_described(document):
 def test_it_is_there_whatever_is_served(make_app):
     app = make_app((), tasks=(ServedTask.embed,), embedding_size=2)
     assert app.http.get("/schema/openapi.json").status_code == 200
+
+
+def test_the_document_is_made_once_and_not_on_the_event_loop(app, monkeypatch):
+    on_a_loop = []
+    make = schema_page._make
+
+    def noting(application):
+        on_a_loop.append(asyncio._get_running_loop() is not None)
+        return make(application)
+
+    monkeypatch.setattr(schema_page, "_make", noting)
+    with ThreadPoolExecutor(4) as clients:
+        replies = list(clients.map(app.http.get, ["/schema", "/schema/openapi.json"] * 2))
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert on_a_loop == [False]
+    assert replies[0].content == replies[2].content
+    assert replies[1].headers["content-type"] == "application/vnd.oai.openapi+json"
+
+
+def test_other_paths_of_the_document_are_unknown(app):
+    for name in ("openapi.yaml", "openapi.yml", "swagger"):
+        assert app.http.get(f"/schema/{name}").status_code == 404
