@@ -15,9 +15,11 @@ from ostinato.api.schemas.client_fields import SafetyIdentifier
 from ostinato.api.schemas.response_format import ConstraintFields
 from ostinato.runtime.types.params import (
     MAX_COUNT,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_STOP_TOKEN_IDS,
     RepetitionDetectionParams,
 )
 
@@ -40,6 +42,9 @@ def _range(**schema: float) -> msgspec.Meta:
 
 
 ChosenTokens = Annotated[list[int], _range(maxItems=MAX_LOGPROB_TOKEN_IDS)]
+
+
+Biases = Annotated[dict[int, float], _range(maxProperties=MAX_LOGIT_BIAS)]
 
 
 Completions = Annotated[int, _range(minimum=1, maximum=MAX_N)]
@@ -67,6 +72,9 @@ Seed = Annotated[int, _range(minimum=-(1 << 63), maximum=(1 << 63) - 1)]
 
 
 Share = Annotated[float, _range(minimum=0, maximum=1)]
+
+
+StopTokens = Annotated[list[int], _range(maxItems=MAX_STOP_TOKEN_IDS)]
 
 
 Temperature = Annotated[float, _range(minimum=0, maximum=2)]
@@ -106,12 +114,12 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Biases | None = None
     seed: Seed | None = None
     max_tokens: Tokens | None = None
     min_tokens: MinTokens | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     allowed_token_ids: list[int] | None = None

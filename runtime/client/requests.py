@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import reprlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -136,8 +135,8 @@ def resolve_sampling(
             param="prompt",
             code="context_length_exceeded",
         )
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= model.vocab_size:
-        wrong = next(t for t in prompt_token_ids if not 0 <= t < model.vocab_size)
+    wrong = _outside(prompt_token_ids, model)
+    if wrong is not None:
         raise InvalidRequestError(
             f"prompt has token id {wrong}, but the vocabulary of {model.name} is "
             f"[0, {model.vocab_size})",
@@ -149,17 +148,17 @@ def resolve_sampling(
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ("logprob_token_ids", sampling.logprob_token_ids or ()),
     ):
-        for token_id in token_ids:
-            if not 0 <= token_id < model.vocab_size:
-                raise InvalidRequestError(
-                    f"{name} names token id {token_id}, but the vocabulary of {model.name} is "
-                    f"[0, {model.vocab_size})",
-                    param=name,
-                )
+        wrong = _outside(token_ids, model)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"{name} names token id {wrong}, but the vocabulary of {model.name} is "
+                f"[0, {model.vocab_size})",
+                param=name,
+            )
     _check_that_something_is_allowed(sampling, model)
     room = model.max_model_len - length
     if sampling.max_tokens is None:
-        return msgspec.structs.replace(sampling, max_tokens=room)
+        return sampling.with_max_tokens(room)
     if sampling.max_tokens > room:
         raise InvalidRequestError(
             f"max_tokens={sampling.max_tokens} and the prompt's length, {length}, together exceed "
@@ -169,6 +168,13 @@ def resolve_sampling(
             code="context_length_exceeded",
         )
     return sampling
+
+
+def _outside(token_ids: Collection[int], model: ServedModel) -> int | None:
+    """The first token id that is not in the vocabulary; None = all are."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
+        return None
+    return next(one for one in token_ids if not 0 <= one < model.vocab_size)
 
 
 def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedModel) -> None:
@@ -219,22 +225,20 @@ def make_requests(  # noqa: PLR0913 - the parts of a request
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
     assert has_grammar == bool(parts.grammar), "structured_outputs need their grammar in `parts`"
-    count, each = (
-        sampling.num_candidates,
-        # `parts` has the grammar and the words' tokens, so the engine does not need these two.
-        msgspec.structs.replace(sampling, structured_outputs=None, bad_words=()),
-    )
+    count = sampling.num_candidates
+    # `parts` has the grammar and the words' tokens, so the engine does not need these two.
+    each = sampling.with_unchecked(structured_outputs=None, bad_words=())
     if sampling.use_beam_search:
-        count, each = 1, msgspec.structs.replace(each, temperature=0.0)
+        count, each = 1, each.with_unchecked(temperature=0.0)
     else:
         # The best candidates are those with the highest log-probabilities.
         ranked = sampling.logprobs is None and count > sampling.n
         logprobs = 0 if ranked else sampling.logprobs
-        each = msgspec.structs.replace(each, n=1, best_of=None, logprobs=logprobs)
+        each = each.with_unchecked(n=1, best_of=None, logprobs=logprobs)
     first = Request(
         request_id=request_id if count == 1 else f"{request_id}:0",
         prompt_token_ids=prompt_token_ids,
-        sampling=msgspec.structs.replace(each, seed=seed),
+        sampling=each.with_unchecked(seed=seed),
         eos_token_ids=model.eos_token_ids,
         arrival_time=time.monotonic(),
         priority=priority,
@@ -252,7 +256,7 @@ def make_requests(  # noqa: PLR0913 - the parts of a request
         sounds=parts.sounds,
     )
     # The first request scores the prompt for all requests (`PromptCompletions`).
-    each = msgspec.structs.replace(each, prompt_logprobs=None)
+    each = each.with_unchecked(prompt_logprobs=None)
     return [
         first,
         *(
@@ -261,15 +265,8 @@ def make_requests(  # noqa: PLR0913 - the parts of a request
                 request_id=f"{request_id}:{index}",
                 place=share.place + index,
                 # An odd multiplier spreads neighbouring seeds apart.
-                sampling=_with_seed(each, (seed + index * 0x9E3779B97F4A7C15) & _MASK),
+                sampling=each.with_unchecked(seed=(seed + index * 0x9E3779B97F4A7C15) & _MASK),
             )
             for index in range(1, count)
         ),
     ]
-
-
-def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """A copy with another seed. Unlike `replace`, it does not check all parameters again."""
-    other = copy.copy(sampling)
-    msgspec.structs.force_setattr(other, "seed", seed)
-    return other

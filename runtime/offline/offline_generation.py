@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -156,7 +155,7 @@ class OfflineGenerator:
         """
         sampling = prompt.adjusted(sampling)
         if sampling.seed is None and self._seeds is not None:
-            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
+            sampling = sampling.with_unchecked(seed=self._seeds.getrandbits(63))
         token_ids, sampling = resolve(prompt.token_ids, sampling, self.model)
         constraint = sampling.structured_outputs
         return make_requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import reprlib
 from enum import StrEnum
@@ -16,9 +17,11 @@ __all__ = (
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
     "MAX_COUNT",
+    "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_LOGPROB_TOKEN_IDS",
     "MAX_N",
+    "MAX_STOP_TOKEN_IDS",
     "PoolingKind",
     "PoolingParams",
     "RepetitionDetectionParams",
@@ -29,6 +32,7 @@ __all__ = (
 MAX_PATTERN_TOKENS = 512
 MAX_COUNT = (1 << 31) - 1
 
+MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
@@ -36,6 +40,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_BAD_WORD_CHARACTERS = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
 MAX_BEAM_STOP_TOKENS = 128  # each one makes every beam report a continuation more
 MAX_STOP_CHARACTERS = 4096
 
@@ -185,12 +190,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             f"in [0, {MAX_COUNT}]",
             self.min_tokens,
         )
-        _check(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            f"at most max_tokens={self.max_tokens}",
-            self.min_tokens,
-        )
+        self._check_min_tokens()
         self._check_tokens()
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
@@ -215,6 +215,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def num_candidates(self) -> int:
         """The number of completions that are generated; `n` of these are returned."""
         return self.best_of or self.n
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """A copy with another `max_tokens`, of at least 1.
+
+        Raises:
+            ValueError: `min_tokens` is larger.
+        """
+        changed = self.with_unchecked(max_tokens=max_tokens)
+        changed._check_min_tokens()
+        return changed
+
+    def with_unchecked(self, **values: object) -> SamplingParams:
+        """A copy with other values, which the caller knows to be valid.
+
+        `msgspec.structs.replace` would check all parameters again. That takes a millisecond for
+        `allowed_token_ids` of a large vocabulary.
+        """
+        changed = copy.copy(self)
+        for name, value in values.items():
+            msgspec.structs.force_setattr(changed, name, value)
+        return changed
+
+    def _check_min_tokens(self) -> None:
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens={self.max_tokens}",
+            self.min_tokens,
+        )
 
     def _convert(self) -> None:
         """Check the types, which Python does not, and convert lists, integers and objects."""
@@ -242,6 +271,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.stop,
         )
         _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} token ids",
+            len(self.stop_token_ids),
+        )
+        _check(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids",
             "null or at least one token id",
@@ -261,6 +296,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "truncate_prompt_tokens",
             f"null, -1 (as many as fit) or in [1, {MAX_COUNT}]",
             self.truncate_prompt_tokens,
+        )
+        _check(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"biases of at most {MAX_LOGIT_BIAS} tokens",
+            len(self.logit_bias),
         )
         _check(
             all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),

@@ -69,6 +69,25 @@ def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
     assert [request.sampling.seed for request in again] == seeds
 
 
+def test_parameters_are_checked_once_for_all_completions_of_a_prompt(monkeypatch) -> None:
+    sampling = SamplingParams(n=128, max_tokens=None, allowed_token_ids=tuple(range(100)))
+    checks = []
+    monkeypatch.setattr(SamplingParams, "__post_init__", checks.append)
+    resolved = resolve_sampling([1, 2], sampling, MODEL)
+    requests = make_requests("r", [1, 2], resolved, MODEL)
+    assert len(requests) == 128
+    assert {id(one.sampling.allowed_token_ids) for one in requests} == {
+        id(sampling.allowed_token_ids)
+    }
+    assert checks == []
+
+
+def test_a_default_of_max_tokens_below_min_tokens_is_refused() -> None:
+    sampling = SamplingParams(max_tokens=None, min_tokens=16)
+    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=15, got 16"):
+        resolve_sampling([1] * 5, sampling, MODEL)
+
+
 def test_requests_name_the_slot_and_the_digest_of_their_adapter() -> None:
     adapter = ServedAdapter(name="x", path="/x", digest="abc", slot=2)
     requests = make_requests("r", [1, 2], SamplingParams(n=3), MODEL, adapter=adapter)
@@ -100,6 +119,14 @@ def test_a_request_without_a_seed_gets_one_to_be_replayed_with() -> None:
         ({"logprobs": 21}, "logprobs must be null or in [0, 20], got 21"),
         ({"presence_penalty": -2.5}, "presence_penalty must be in [-2, 2], got -2.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be in (0, 10], got 0.0"),
+        (
+            {"stop_token_ids": tuple(range(1025))},
+            "stop_token_ids must be at most 1024 token ids, got 1025",
+        ),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+            "logit_bias must be biases of at most 1024 tokens, got 1025",
+        ),
         ({"top_k": -2}, "top_k must be -1, 0 (both off) or in [1, 2147483647], got -2"),
     ],
 )
