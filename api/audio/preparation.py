@@ -6,7 +6,7 @@ import msgspec
 
 from ostinato.api.audio.form_fields import FILE, parse_form
 from ostinato.api.audio.transcription_fields import ReadFields, ResponseFormat, read_fields
-from ostinato.api.preparation.generation import Generation, check_model, make_generation
+from ostinato.api.preparation.generation import Generation, check_model, make_generations
 from ostinato.api.preparation.preparation import Arrival, Grant, Preparation
 from ostinato.api.service.reply_state import new_id
 from ostinato.models.audio.audio_spec import AudioSpec
@@ -168,9 +168,9 @@ def _generation(
     kind = "transcript" if task == "transcribe" else "translation"
     # The log-probabilities of the tokens are shown, or a segment shows their mean.
     needs_logprobs = own.include or own.response_format == "verbose_json"
-    generation = make_generation(
+    [generation] = make_generations(
         sampling,
-        prompt,
+        [prompt],
         preparation,
         request_id=new_id(kind, sampling.request_id, arrival.request_id),
         max_tokens=own.max_completion_tokens,

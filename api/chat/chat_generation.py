@@ -9,7 +9,7 @@ import msgspec
 from ostinato.api.chat.answer_plan import plan_answer
 from ostinato.api.chat.chat_prompt import encode_chat
 from ostinato.api.parsing.answer_parser import AnswerForm
-from ostinato.api.preparation.generation import Generation, make_generation, with_thinking
+from ostinato.api.preparation.generation import Generation, make_generations, with_thinking
 from ostinato.api.preparation.preparation import Arrival, Preparation
 from ostinato.api.preparation.prompt_report import PromptReport, prompt_report
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest, Prediction
@@ -129,16 +129,16 @@ def to_generation(
     *,
     request_id: str,
 ) -> Generation:
-    """The prompt with its sampling parameters; see `make_generation`."""
+    """The prompt with its sampling parameters; see `make_generations`."""
     newer_name = body.max_completion_tokens is not None
     names: Mapping[str, str] = {
         "prompt": "messages",
         "max_tokens": "max_completion_tokens" if newer_name else "max_tokens",
         "logprobs": "top_logprobs",
     }
-    return make_generation(
+    [generation] = make_generations(
         body,
-        prompt_token_ids,
+        [prompt_token_ids],
         preparation,
         request_id=request_id,
         max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
@@ -148,3 +148,4 @@ def to_generation(
         },
         field_names=names,
     )
+    return generation

@@ -18,7 +18,7 @@ from ostinato.api.openai.logprobs import (
     prompt_logprobs,
     token_text,
 )
-from ostinato.api.preparation.generation import Generation, check_fields, make_generation
+from ostinato.api.preparation.generation import Generation, check_fields, make_generations
 from ostinato.api.preparation.preparation import Preparation
 from ostinato.api.schemas.prompt_inputs import read_inputs
 from ostinato.api.schemas.text_completions import (
@@ -107,7 +107,7 @@ def to_generations(
     prompts_token_ids: list[list[int]],
     preparation: Preparation,
 ) -> list[Generation]:
-    """One generation per prompt, without a request id; see `make_generation`.
+    """One generation per prompt, without a request id; see `make_generations`.
 
     With `max_tokens=0` the engine generates one token, which the reply leaves out.
     """
@@ -116,18 +116,15 @@ def to_generations(
         "logprobs": body.logprobs,
         "prompt_logprobs": max((count for count in scored if count is not None), default=None),
     }
-    return [
-        make_generation(
-            body,
-            prompt_token_ids,
-            preparation,
-            request_id="",
-            max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-            reports=reports,
-            field_names={},
-        )
-        for prompt_token_ids in prompts_token_ids
-    ]
+    return make_generations(
+        body,
+        prompts_token_ids,
+        preparation,
+        request_id="",
+        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+        reports=reports,
+        field_names={},
+    )
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True):

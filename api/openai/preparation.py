@@ -25,7 +25,6 @@ from ostinato.api.schemas.response_format import constraint_field
 from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.api.schemas.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest
 from ostinato.api.service.reply_state import ReplyOptions, new_id
-from ostinato.runtime.types.params import SamplingParams
 
 __all__ = (
     "FUNCTIONS",
@@ -105,25 +104,17 @@ class PreparedCompletion(_StreamFields, frozen=True, kw_only=True):
 
     @property
     def generations(self) -> list[Generation]:
-        """One generation per prompt. Equal parameters are one object."""
-        samplings: dict[int | None, SamplingParams] = {}
-        generations: list[Generation] = []
-        for index, prompt in enumerate(self.prompts):
-            sampling = samplings.get(prompt.max_tokens)
-            if sampling is None:
-                sampling = samplings[prompt.max_tokens] = msgspec.structs.replace(
-                    self.first.sampling, max_tokens=prompt.max_tokens
-                )
-            name = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
-            generations.append(
-                msgspec.structs.replace(
-                    self.first,
-                    request_id=name,
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=sampling,
-                )
+        """One generation per prompt."""
+        is_alone = len(self.prompts) == 1
+        return [
+            msgspec.structs.replace(
+                self.first,
+                request_id=self.request_id if is_alone else f"{self.request_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=self.first.sampling.with_unchecked(max_tokens=prompt.max_tokens),
             )
-        return generations
+            for index, prompt in enumerate(self.prompts)
+        ]
 
     @property
     def echoes(self) -> list[Echo]:

@@ -9,7 +9,7 @@ import msgspec
 
 from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.response_format import constraint_field, constraint_of
-from ostinato.runtime.client.requests import resolve_sampling, truncate
+from ostinato.runtime.client.requests import check_sampling, fit_prompt, truncate
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
@@ -21,7 +21,7 @@ __all__ = (
     "GenerationDefaults",
     "check_fields",
     "check_model",
-    "make_generation",
+    "make_generations",
     "num_media_bytes",
     "sampling_params",
     "with_thinking",
@@ -124,17 +124,17 @@ def check_fields(fields: GenerationFields) -> None:
         )
 
 
-def make_generation(
+def make_generations(
     fields: GenerationFields,
-    prompt_token_ids: list[int],
+    prompts_token_ids: Sequence[list[int]],
     defaults: GenerationDefaults,
     *,
     request_id: str,
     max_tokens: int | None,
     reports: Mapping[str, int | None],
     field_names: Mapping[str, str],
-) -> Generation:
-    """One prompt with its parameters.
+) -> list[Generation]:
+    """The prompts of a request with its parameters, which are checked once.
 
     A parameter that the request does not set comes from the model's generation_config.json, else
     from the defaults of `SamplingParams`. `max_tokens` comes from the server's settings instead.
@@ -152,30 +152,40 @@ def make_generation(
             `bad_words` is refused, or the prompt does not fit.
     """
     field_names = {**field_names, "structured_outputs": constraint_field(fields)}
-    model, default_max_tokens = defaults.model, defaults.default_max_tokens
     try:
-        sampling = sampling_params(fields, model, max_tokens=max_tokens, **reports)
-        prompt_token_ids = truncate(prompt_token_ids, sampling, model)
-        if max_tokens is None and default_max_tokens is not None:
-            room = model.max_model_len - len(prompt_token_ids)
-            max_tokens = max(1, min(default_max_tokens, room))
-            sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
-        sampling = resolve_sampling(prompt_token_ids, sampling, model)
+        sampling = sampling_params(fields, defaults.model, max_tokens=max_tokens, **reports)
+        check_sampling(sampling, defaults.model)
+        fitted = [_fitted(token_ids, sampling, defaults) for token_ids in prompts_token_ids]
         words = defaults.encode_bad_words(sampling.bad_words) if sampling.bad_words else []
     except ValueError as error:
         name = str(error).partition(" must be ")[0]
         raise _refusal(str(error), name, "invalid_value", field_names) from error
     except InvalidRequestError as error:
         raise _refusal(str(error), error.param or "", error.code, field_names) from error
-    return Generation(
-        request_id=request_id,
-        prompt_token_ids=prompt_token_ids,
-        sampling=sampling,
-        bad_words_token_ids=words,
-        priority=fields.priority,
-        cache_salt=fields.cache_salt,
-        deadline_ms=fields.deadline_ms,
-    )
+    return [
+        Generation(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=own,
+            bad_words_token_ids=words,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt,
+            deadline_ms=fields.deadline_ms,
+        )
+        for prompt_token_ids, own in fitted
+    ]
+
+
+def _fitted(
+    prompt_token_ids: list[int], sampling: SamplingParams, defaults: GenerationDefaults
+) -> tuple[list[int], SamplingParams]:
+    """The prompt after truncation, and the parameters with its `max_tokens`."""
+    model, most = defaults.model, defaults.default_max_tokens
+    prompt_token_ids = truncate(prompt_token_ids, sampling, model)
+    if sampling.max_tokens is None and most is not None:
+        room = model.max_model_len - len(prompt_token_ids)
+        sampling = sampling.with_max_tokens(max(1, min(most, room)))
+    return prompt_token_ids, fit_prompt(prompt_token_ids, sampling, model)
 
 
 def sampling_params(

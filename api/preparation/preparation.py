@@ -162,7 +162,6 @@ class Preparation:
         self._source = source
         self._begin_part = begin_part
         self._granted = granted
-        self._bad_words: tuple[tuple[str, ...], list[list[int]]] = (), []
         self.settings = settings
         self.encoder = PromptEncoder(source)
 
@@ -210,16 +209,13 @@ class Preparation:
         self._begin_part(param, _PROMPT_S)
 
     def encode_bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
-        """Token ids of `bad_words`. The last result is cached.
+        """Token ids of `bad_words`.
 
         Raises:
             InvalidRequestError: a word has too many tokens, or the model has no tokenizer.
         """
-        if words != self._bad_words[0]:
-            self._begin_part("bad_words", _PROMPT_S)
-            tokenizer = self.encoder.tokenizer("bad_words")
-            self._bad_words = words, bad_words_token_ids(words, tokenizer)
-        return self._bad_words[1]
+        self._begin_part("bad_words", _PROMPT_S)
+        return bad_words_token_ids(words, self.encoder.tokenizer("bad_words"))
 
     def require(self, needed: Grant) -> None:
         """Raises ForkNeededError if this process lacks a grant."""

@@ -24,9 +24,10 @@ __all__ = (
     "RequestShare",
     "TextEncoder",
     "bad_words_token_ids",
+    "check_sampling",
+    "fit_prompt",
     "make_requests",
     "resolve",
-    "resolve_sampling",
     "truncate",
 )
 
@@ -115,13 +116,40 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> 
     return [list(token_ids) for token_ids in found]
 
 
-def resolve_sampling(
+def check_sampling(sampling: SamplingParams, model: ServedModel) -> None:
+    """Check parameters against the model.
+
+    Raises:
+        InvalidRequestError: a token id is not in the vocabulary, or nothing can be sampled.
+    """
+    for name, token_ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("logprob_token_ids", sampling.logprob_token_ids or ()),
+    ):
+        wrong = _outside(token_ids, model)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"{name} names token id {wrong}, but the vocabulary of {model.name} is "
+                f"[0, {model.vocab_size})",
+                param=name,
+            )
+    _check_that_something_is_allowed(sampling, model)
+
+
+def fit_prompt(
     prompt_token_ids: Sequence[int], sampling: SamplingParams, model: ServedModel
 ) -> SamplingParams:
-    """Check a prompt and its parameters against the model; fill in `max_tokens`.
+    """Check a prompt and `max_tokens` against the model; fill in `max_tokens`.
+
+    Args:
+        prompt_token_ids: from `truncate`.
+        sampling: has passed `check_sampling`.
 
     Raises:
         InvalidRequestError: a value cannot be served; names parameter, value and range.
+        ValueError: `min_tokens` is larger than the rest of the context.
     """
     length = len(prompt_token_ids)
     if length == 0:
@@ -142,20 +170,6 @@ def resolve_sampling(
             f"[0, {model.vocab_size})",
             param="prompt",
         )
-    for name, token_ids in (
-        ("logit_bias", sampling.logit_bias),
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ("logprob_token_ids", sampling.logprob_token_ids or ()),
-    ):
-        wrong = _outside(token_ids, model)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"{name} names token id {wrong}, but the vocabulary of {model.name} is "
-                f"[0, {model.vocab_size})",
-                param=name,
-            )
-    _check_that_something_is_allowed(sampling, model)
     room = model.max_model_len - length
     if sampling.max_tokens is None:
         return sampling.with_max_tokens(room)
@@ -193,9 +207,10 @@ def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedMode
 def resolve(
     prompt_token_ids: list[int], sampling: SamplingParams, model: ServedModel
 ) -> tuple[list[int], SamplingParams]:
-    """Call `truncate` for the prompt, then `resolve_sampling` for its parameters."""
+    """Call `check_sampling` for the parameters, then `truncate` and `fit_prompt` for the prompt."""
+    check_sampling(sampling, model)
     prompt_token_ids = truncate(prompt_token_ids, sampling, model)
-    return prompt_token_ids, resolve_sampling(prompt_token_ids, sampling, model)
+    return prompt_token_ids, fit_prompt(prompt_token_ids, sampling, model)
 
 
 def make_requests(  # noqa: PLR0913 - the parts of a request

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ostinato.runtime.client.requests import make_requests, resolve_sampling
+from ostinato.runtime.client.requests import check_sampling, fit_prompt, make_requests
 from ostinato.runtime.types.outputs import RequestOutput
+from ostinato.runtime.types.params import SamplingParams
 from tests.api.fake_client import FakeClient
 
 API = (Path(__file__).parents[3] / "api").as_posix()
@@ -67,18 +68,43 @@ def test_a_reply_asks_the_engine_in_a_few_calls(make_app, monkeypatch, path, bod
         ("/v1/completions", {"prompt": ["Hi", "Ho"]}),
     ],
 )
-def test_parameters_are_resolved_once_for_each_prompt(make_app, monkeypatch, path, body):
-    calls = []
+def test_parameters_are_checked_once_and_fitted_to_each_prompt(make_app, monkeypatch, path, body):
+    checked, calls = [], []
 
-    def counted(prompt_token_ids, sampling, model):
+    def checking(sampling, model):
+        checked.append(sampling)
+        check_sampling(sampling, model)
+
+    def fitting(prompt_token_ids, sampling, model):
         calls.append(list(prompt_token_ids))
-        return resolve_sampling(prompt_token_ids, sampling, model)
+        return fit_prompt(prompt_token_ids, sampling, model)
 
     for module in ("ostinato.api.preparation.generation", "ostinato.runtime.client.requests"):
-        monkeypatch.setattr(f"{module}.resolve_sampling", counted)
+        monkeypatch.setattr(f"{module}.check_sampling", checking)
+        monkeypatch.setattr(f"{module}.fit_prompt", fitting)
     app = make_app()
     assert app.http.post(path, json=body).status_code == 200
     # The real client builds its requests in this way. The scripted one only records arguments.
     for token_ids, sampling, *_ in app.engine.requests:
         make_requests("r", token_ids, sampling, app.engine.model)
     assert calls == [token_ids for token_ids, *_ in app.engine.requests]
+    assert len(checked) == 1
+
+
+def test_many_prompts_take_no_more_checks_than_one(make_app, monkeypatch):
+    app = make_app()
+    checks = []
+    convert = SamplingParams._convert
+
+    def counting(sampling):
+        checks.append(sampling)
+        convert(sampling)
+
+    monkeypatch.setattr(SamplingParams, "_convert", counting)
+    counts = []
+    for prompts in (["a"], ["a"] * 1000):
+        checks.clear()
+        body = {"prompt": prompts, "min_tokens": 2, "bad_words": ["x"]}
+        assert app.http.post("/v1/completions", json=body).status_code == 200
+        counts.append(len(checks))
+    assert 1 <= counts[0] == counts[1]

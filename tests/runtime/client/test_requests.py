@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato.runtime.client.pooling import make_pooling_request
-from ostinato.runtime.client.requests import RequestShare, make_requests, resolve_sampling
+from ostinato.runtime.client.requests import RequestShare, make_requests, resolve
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
@@ -45,14 +45,15 @@ def test_refusals_name_the_parameter(
     prompt: list[int], sampling: SamplingParams, param: str, code: str | None, text: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        resolve_sampling(prompt, sampling, MODEL)
+        resolve(prompt, sampling, MODEL)
     assert caught.value.param == param
     assert caught.value.code == code
     assert text in str(caught.value)
 
 
 def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
-    assert resolve_sampling([1] * 5, SamplingParams(max_tokens=None), MODEL).max_tokens == 15
+    _, sampling = resolve([1] * 5, SamplingParams(max_tokens=None), MODEL)
+    assert sampling.max_tokens == 15
 
 
 def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
@@ -72,8 +73,8 @@ def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
 def test_parameters_are_checked_once_for_all_completions_of_a_prompt(monkeypatch) -> None:
     sampling = SamplingParams(n=128, max_tokens=None, allowed_token_ids=tuple(range(100)))
     checks = []
-    monkeypatch.setattr(SamplingParams, "__post_init__", checks.append)
-    resolved = resolve_sampling([1, 2], sampling, MODEL)
+    monkeypatch.setattr(SamplingParams, "_convert", lambda self: checks.append(self))
+    _, resolved = resolve([1, 2], sampling, MODEL)
     requests = make_requests("r", [1, 2], resolved, MODEL)
     assert len(requests) == 128
     assert {id(one.sampling.allowed_token_ids) for one in requests} == {
@@ -85,7 +86,7 @@ def test_parameters_are_checked_once_for_all_completions_of_a_prompt(monkeypatch
 def test_a_default_of_max_tokens_below_min_tokens_is_refused() -> None:
     sampling = SamplingParams(max_tokens=None, min_tokens=16)
     with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=15, got 16"):
-        resolve_sampling([1] * 5, sampling, MODEL)
+        resolve([1] * 5, sampling, MODEL)
 
 
 def test_requests_name_the_slot_and_the_digest_of_their_adapter() -> None:
