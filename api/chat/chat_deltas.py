@@ -161,5 +161,5 @@ def collect_delta(answers: dict[int, CollectedAnswer], delta: ChatDelta) -> None
     answer.completion.add(delta.output)
     answer.message.add(delta.events)
     if delta.cuts_call:
-        answer.message.calls.pop()
+        answer.message.drop_last_call()
     answer.finish_reason = delta.finish_reason

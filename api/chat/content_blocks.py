@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from io import StringIO
 
 import msgspec
 
@@ -26,11 +27,15 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
     index: int
     kind: BlockKind
-    text: str = ""
+    written: StringIO = msgspec.field(default_factory=StringIO)
     name: str = ""  # name of the called function
     is_custom: bool = False  # the call is of a custom tool; the text is the tool's input
     call_id: str = ""
     is_cut: bool = False  # the answer ended within this call
+
+    @property
+    def text(self) -> str:
+        return self.written.getvalue()
 
 
 class BlockDelta(msgspec.Struct, frozen=True):
@@ -65,7 +70,7 @@ class ContentBlocks:
             if not self._is_open or self.blocks[-1].kind is not kind:
                 changes += self._begin(kind)
             block = self.blocks[-1]
-            block.text += event.text
+            block.written.write(event.text)
             num_unseen = 0 if isinstance(event, CallArguments) else event.num_unseen
             changes.append(BlockDelta(block, event.text, event.num_tokens, num_unseen))
         return changes

@@ -285,6 +285,7 @@ async def to_response(
 def _reply_message(answer: CollectedAnswer, echo: str, *, only_calls: bool) -> ReplyMessage:
     message = answer.message
     content = echo + message.content
+    reasoning = message.reasoning or msgspec.UNSET
     calls = [
         ReplyToolCall(
             id=call.id or "", type="custom", custom=ReplyCustomTool(call.name, call.arguments)
@@ -296,7 +297,7 @@ def _reply_message(answer: CollectedAnswer, echo: str, *, only_calls: bool) -> R
     return ReplyMessage(
         "assistant",
         content if content or not calls else None,
-        reasoning=message.reasoning or msgspec.UNSET,
-        reasoning_content=message.reasoning or msgspec.UNSET,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
         tool_calls=calls if calls or only_calls else msgspec.UNSET,
     )

@@ -9,6 +9,7 @@ event. An example is a marker between reasoning and content. Only `Reasoning` an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from io import StringIO
 
 import msgspec
 
@@ -72,25 +73,43 @@ class ToolCall(msgspec.Struct, kw_only=True):
     is_custom: bool = False
 
 
-class Message(msgspec.Struct, kw_only=True):
+class Message:
     """The events of one answer, joined."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = []
+    def __init__(self) -> None:
+        self._content, self._reasoning = StringIO(), StringIO()
+        self._calls: list[tuple[CallBegins, StringIO]] = []  # with the arguments
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, Content):
-                self.content += event.text
+                self._content.write(event.text)
             elif isinstance(event, Reasoning):
-                self.reasoning += event.text
+                self._reasoning.write(event.text)
             elif isinstance(event, CallBegins):
-                self.calls.append(
-                    ToolCall(name=event.name, arguments="", id=event.id, is_custom=event.is_custom)
-                )
+                self._calls.append((event, StringIO()))
             else:
-                self.calls[event.index].arguments += event.text
+                self._calls[event.index][1].write(event.text)
+
+    def drop_last_call(self) -> None:
+        self._calls.pop()
+
+    @property
+    def content(self) -> str:
+        return self._content.getvalue()
+
+    @property
+    def reasoning(self) -> str:
+        return self._reasoning.getvalue()
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [
+            ToolCall(
+                name=call.name, arguments=text.getvalue(), id=call.id, is_custom=call.is_custom
+            )
+            for call, text in self._calls
+        ]
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
@@ -98,29 +117,25 @@ def merge(events: Iterable[Event]) -> list[Event]:
 
     The result does not depend on how the text was cut into pieces.
     """
-    merged: list[Event] = []
+    runs: list[list[Event]] = []
     for event in events:
-        last = merged[-1] if merged else None
-        if (
-            isinstance(event, Content | Reasoning)
-            and isinstance(last, Content | Reasoning)
-            and type(last) is type(event)
-            and not event.num_unseen
-        ):
-            merged[-1] = type(event)(
-                last.text + event.text, last.num_tokens + event.num_tokens, last.num_unseen
-            )
-        elif (
-            isinstance(event, CallArguments)
-            and isinstance(last, CallArguments)
-            and last.index == event.index
-        ):
-            merged[-1] = CallArguments(
-                event.index,
-                last.text + event.text,
-                event.is_custom,
-                last.num_tokens + event.num_tokens,
-            )
+        if runs and _continues(runs[-1][-1], event):
+            runs[-1].append(event)
         else:
-            merged.append(event)
-    return merged
+            runs.append([event])
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+
+
+def _continues(last: Event, event: Event) -> bool:
+    if isinstance(event, CallArguments):
+        return isinstance(last, CallArguments) and last.index == event.index
+    if isinstance(event, CallBegins):
+        return False
+    return type(last) is type(event) and not event.num_unseen
+
+
+def _joined(run: list[Event]) -> Event:
+    first = run[0]
+    assert not isinstance(first, CallBegins), "the beginning of a call continues nothing"
+    text = "".join(one.text for one in run if not isinstance(one, CallBegins))
+    return msgspec.structs.replace(first, text=text, num_tokens=sum(one.num_tokens for one in run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+from io import StringIO
 from typing import Self
 
 import msgspec
@@ -54,7 +55,7 @@ class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
 class CollectedCompletion(msgspec.Struct, kw_only=True):
     """All outputs of one completion, joined."""
 
-    text: str = ""
+    written: StringIO = msgspec.field(default_factory=StringIO)
     token_ids: list[int] = []
     # Each entry is a `TokenLogprobs` as msgpack. Millions of Python objects would leave memory that
     # does not return to the system.
@@ -63,9 +64,13 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def text(self) -> str:
+        return self.written.getvalue()
+
     def add(self, output: RequestOutput) -> None:
         """Add the next output."""
-        self.text += output.text_delta
+        self.written.write(output.text_delta)
         self.token_ids += output.new_token_ids
         self.packed_logprobs += map(_pack, output.logprobs or ())
         if output.prompt_logprobs is not None:

@@ -17,9 +17,9 @@ from ostinato.api.parsing.events import (
     CallArguments,
     CallBegins,
     Content,
+    Event,
     Message,
     Reasoning,
-    ToolCall,
 )
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.service.reply_state import CollectedCompletion, ReplyOptions, Tally
@@ -300,6 +300,12 @@ class TestDeltas:
         assert encoded(chat.to_delta([])) == "{}"
 
 
+def message_of(*events: Event) -> Message:
+    message = Message()
+    message.add(events)
+    return message
+
+
 class TestResponses:
     def test_all_choices_in_order(self):
         response = asyncio.run(
@@ -308,7 +314,9 @@ class TestResponses:
                 Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2)),
                 {
                     index: CollectedAnswer(
-                        completion=one, message=Message(content=one.text), finish_reason="stop"
+                        completion=one,
+                        message=message_of(Content(one.text)),
+                        finish_reason="stop",
                     )
                     for (_, index), one in collected().items()
                 },
@@ -341,10 +349,10 @@ class TestResponses:
             },
         }
 
-    def message(self, **fields: Any) -> str:
-        one = CollectedCompletion(text="", token_ids=[1], finish_reason=FinishReason.stop)
+    def message(self, *events: Event) -> str:
+        one = CollectedCompletion(token_ids=[1], finish_reason=FinishReason.stop)
         answer = CollectedAnswer(
-            completion=one, message=Message(**fields), finish_reason="tool_calls"
+            completion=one, message=message_of(*events), finish_reason="tool_calls"
         )
         response = asyncio.run(
             chat.to_response(
@@ -360,12 +368,12 @@ class TestResponses:
         return encoded(response.choices[0].message)
 
     def test_calls_without_content(self):
-        assert self.message(calls=[ToolCall(name="f", arguments="{}", id="call_1")]) == (
+        assert self.message(CallBegins(0, "f", "call_1"), CallArguments(0, "{}")) == (
             '{"role":"assistant","content":null,"tool_calls":[{"id":"call_1","type":"function",'
             '"function":{"name":"f","arguments":"{}"}}]}'
         )
 
     def test_reasoning_under_both_names(self):
-        assert self.message(content="a", reasoning="so") == (
+        assert self.message(Reasoning("so"), Content("a")) == (
             '{"role":"assistant","content":"a","reasoning":"so","reasoning_content":"so"}'
         )

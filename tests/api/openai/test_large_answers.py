@@ -95,9 +95,8 @@ def test_a_completion(echoes: list[Echo]) -> None:
 
 
 def test_an_answer_of_a_chat() -> None:
-    answer = CollectedAnswer(
-        completion=completion(), message=Message(content="text"), finish_reason="length"
-    )
+    answer = CollectedAnswer(completion=completion(), message=Message(), finish_reason="length")
+    answer.message.add([Content("text")])
     response, turns = run_beside_another_task(
         chat.to_response(
             HEAD,

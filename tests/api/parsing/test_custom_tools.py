@@ -40,7 +40,7 @@ def test_the_text_is_what_was_written(text, cuts, form, data):
     call = f"{shape.begin}note{shape.middle}{data.draw(st.sampled_from(ways))}{shape.end}"
     written = f"{shape.opening}{call}{shape.closing}"
     events = events_of(written, cuts, form)
-    message = Message(calls=[])
+    message = Message()
     message.add(events)
     assert [(one.name, one.arguments, one.is_custom) for one in message.calls] == [
         ("note", text, True)
@@ -54,7 +54,7 @@ def test_half_of_a_surrogate_pair_is_a_replacement_character():
     for half, shown in (("\\ud83d", "�"), ("\\ude00", "�"), ("\\ud83d\\u0041", "�A")):
         for cut in range(80):
             written = f'{shape.begin}note{shape.middle}{{"input": "a{half}"}}{shape.end}'
-            message = Message(calls=[])
+            message = Message()
             message.add(events_of(written, [cut], "hermes"))
             assert message.calls[0].arguments == f"a{shown}"
 

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.api.parsing.events import Content, Event, Reasoning, merge
+from ostinato.api.chat.content_blocks import ContentBlocks
+from ostinato.api.parsing.events import (
+    CallArguments,
+    CallBegins,
+    Content,
+    Event,
+    Message,
+    Reasoning,
+    ToolCall,
+    merge,
+)
 from ostinato.api.parsing.reasoning import REASONING, ReasoningMarkers, ReasoningSplitter
+from ostinato.api.service.reply_state import CollectedCompletion
+from tests.api.dialect_values import output
 
 THINK, MISTRAL = REASONING["think"], REASONING["mistral"]
 
@@ -53,3 +65,36 @@ def test_nothing_is_held_longer_than_it_must():
     assert splitter.feed("ree") == [Reasoning(" </three")]
     assert splitter.feed("</think>") == []
     assert splitter.feed("done ") == [Content("done ")]
+
+
+class Unaddable(str):
+    """A text that cannot be added to another one, as adding texts one by one copies them all."""
+
+    def __add__(self, other: str) -> str:
+        raise AssertionError("a text was added")
+
+    __radd__ = __add__
+
+
+def test_pieces_are_joined_and_not_added():
+    pieces = [Unaddable("ab"), Unaddable("c"), Unaddable("d")]
+    events: list[Event] = [Reasoning(piece, 1) for piece in pieces]
+    events += [Content(piece, 2) for piece in pieces]
+    events += [CallBegins(0, "f"), *(CallArguments(0, piece, num_tokens=3) for piece in pieces)]
+    assert merge(events) == [
+        Reasoning("abcd", 3),
+        Content("abcd", 6),
+        CallBegins(0, "f"),
+        CallArguments(0, "abcd", num_tokens=9),
+    ]
+    message = Message()
+    message.add(events)
+    assert (message.content, message.reasoning) == ("abcd", "abcd")
+    assert message.calls == [ToolCall(name="f", arguments="abcd")]
+    blocks = ContentBlocks()
+    blocks.feed(events)
+    assert [block.text for block in blocks.blocks] == ["abcd"] * 3
+    one = CollectedCompletion()
+    for piece in pieces:
+        one.add(output(piece, [1], 1))
+    assert one.text == "abcd"
