@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ from litestar.response import Stream
 from ostinato.api.base.errors import ClientGoneError
 from ostinato.api.base.request_context import RequestContext, request_id_of
 from ostinato.api.http.adapter_holds import hold_adapter
-from ostinato.api.http.json_parts import json_parts
+from ostinato.api.http.json_parts import json_parts, json_pieces
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
 from ostinato.api.observability.request_log import log_request
 from ostinato.api.preparation.generation import Generation, check_model
@@ -47,7 +47,6 @@ __all__ = (
 
 T = TypeVar("T")
 _LARGE = 1 << 20  # answers of more bytes are encoded while they are sent
-_PIECE = 64 << 10  # least bytes that are sent in one call, except the last
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
 
@@ -267,24 +266,9 @@ def json_response(value: object) -> Response[bytes] | Stream:
     for part in parts:
         first.append(part)
         if (size := size + len(part)) > _LARGE:
-            return Stream(_pieces(b"".join(first), parts), media_type="application/json")
+            pieces = json_pieces(itertools.chain(first, parts))
+            return Stream(pieces, media_type="application/json")
     return json_bytes(b"".join(first))
-
-
-async def _pieces(first: bytes, parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Join parts to pieces. Other tasks run between the pieces.
-
-    Each piece has more than `_PIECE` bytes, except the last one.
-    """
-    piece, size = [first], len(first)
-    for part in parts:
-        if size > _PIECE:
-            yield b"".join(piece)
-            piece, size = [], 0
-            await asyncio.sleep(0)
-        piece.append(part)
-        size += len(part)
-    yield b"".join(piece)
 
 
 def json_bytes(body: bytes) -> Response[bytes]:

@@ -17,6 +17,7 @@ from ostinato.api.chat.chat_deltas import (
     collect_delta,
     join_deltas,
 )
+from ostinato.api.http.sse import MANY_TOKENS, InParts
 from ostinato.api.openai import chat, completions
 from ostinato.api.openai.chunk_usage import ChunkUsage
 from ostinato.api.openai.preparation import PreparedChat, PreparedCompletion
@@ -64,7 +65,7 @@ class ChatReply:
         self._tally = Tally.of([ready.generation])
         self._tally.num_reasoning_tokens = 0 if reasons else None
 
-    async def stream(self) -> AsyncGenerator[ChatChunk, None]:
+    async def stream(self) -> AsyncGenerator[ChatChunk | InParts, None]:
         """The chunks."""
         report = self._report  # goes into the first chunk of the stream
         async with aclosing(self._outputs()) as outputs:
@@ -83,7 +84,7 @@ class ChatReply:
                     first_usage=self._usage.of_first_chunk(0, output.index),
                     usage=self._usage.of_chunk(0, output.index),
                 ):
-                    yield report.added_to(chunk)
+                    yield _sized(report.added_to(chunk), len(delta.output.new_token_ids))
                     report = PromptReport()
         last = chat.usage_chunk(self._head, self._tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
@@ -146,7 +147,7 @@ class CompletionReply:
         self._echoes = prepared.echoes
         self._reports = [prompt.report for prompt in prepared.prompts]
 
-    async def stream(self) -> AsyncGenerator[Completion, None]:
+    async def stream(self) -> AsyncGenerator[Completion | InParts, None]:
         """The chunks."""
         offsets = completions.TextOffsets(self._service.encoder.token_bytes)
         begun: set[int] = set()  # choices whose first chunk has been sent
@@ -159,7 +160,11 @@ class CompletionReply:
                 self._tally.add(prompt_index, output)
                 self._usage.add(choice, output)
                 for chunk in await self._chunks(prompt_index, choice, output, offsets):
-                    yield self._with_report(chunk, prompt_index, begun)
+                    logprobs = chunk.choices[0].logprobs
+                    yield _sized(
+                        self._with_report(chunk, prompt_index, begun),
+                        0 if logprobs is None else len(logprobs.tokens),
+                    )
         last = completions.usage_chunk(self._head, self._tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
             yield _trace_chunk(last, timeline, self._usage)
@@ -243,6 +248,11 @@ class CompletionReply:
 
 
 Chunk = TypeVar("Chunk", ChatChunk, Completion)
+
+
+def _sized(chunk: Chunk, num_entries: int) -> Chunk | InParts:
+    """The chunk, to be encoded in parts if it can have the entries of many tokens."""
+    return InParts(chunk) if num_entries > MANY_TOKENS else chunk
 
 
 def _trace_chunk(last: Chunk, timeline: Timeline, usage: ChunkUsage) -> Chunk:

@@ -176,7 +176,8 @@ class EventWriter:
         return ReasoningText(text=text)
 
     def _output_text(self, block: ContentBlock, text: str) -> OutputText:
-        return OutputText(text=text, logprobs=self._logprobs.of_block(block.index))
+        # A copy, because the block of an unfinished reply grows while the reply is sent.
+        return OutputText(text=text, logprobs=list(self._logprobs.of_block(block.index)))
 
     def _place(self, block: ContentBlock) -> dict[str, Any]:
         return {

@@ -48,10 +48,15 @@ def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:
     return {**listed, **given}
 
 
-class _Turn(msgspec.Struct):
-    """The fields of a stored reply that belong to the conversation."""
+class _Earlier(msgspec.Struct):
+    """The field of a reply that names the turn before it."""
 
     previous_response_id: str | None
+
+
+class _Turn(_Earlier):
+    """The fields of a stored reply that belong to the conversation."""
+
     output: list[msgspec.Raw]
 
 
@@ -67,22 +72,18 @@ async def conversation_items(service: Service, response_id: str) -> list[msgspec
     """
     running, stored = service.background.get(response_id), service.stored_responses
     if running is None:
-        turns = [(stored.response(response_id), stored.input_items(response_id) or b"[]")]
+        last = msgspec.json.decode(stored.response(response_id), type=_Earlier)
+        given = stored.input_items(response_id) or b"[]"
     else:
-        turns = [(running.present(), running.input_items)]
-    items: list[msgspec.Raw] = []
-    is_last = True
-    while turns:
-        response, given = turns.pop()
-        turn = msgspec.json.decode(response, type=_Turn)
-        before = msgspec.json.decode(given, type=list[msgspec.Raw])
-        items = [*before, *(() if is_last else turn.output), *items]
-        is_last = False
-        name = turn.previous_response_id
-        earlier = None if name is None else stored.input_items(name)
-        if name is not None and earlier is not None:
-            turns.append((stored.response(name), earlier))
+        last = msgspec.convert(running.present(), _Earlier, from_attributes=True)
+        given = running.input_items
+    items = msgspec.json.decode(given, type=list[msgspec.Raw])
+    name = last.previous_response_id
+    while name is not None and (given := stored.input_items(name)) is not None:
         await asyncio.sleep(0)  # let other tasks run: a turn can have megabytes
+        turn = msgspec.json.decode(stored.response(name), type=_Turn)
+        items = [*msgspec.json.decode(given, type=list[msgspec.Raw]), *turn.output, *items]
+        name = turn.previous_response_id
     return items
 
 

@@ -16,7 +16,8 @@ from ostinato.api.base.request_context import RequestContext
 from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
 from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
-from ostinato.api.http.sse import NAMED_EVENTS
+from ostinato.api.http.json_parts import joined_parts, json_parts, json_pieces
+from ostinato.api.http.sse import MANY_TOKENS, NAMED_EVENTS, InParts
 from ostinato.api.responses.event_writer import EventWriter
 from ostinato.api.responses.preparation import PreparedResponse
 from ostinato.api.responses.response_events import ResponseEvent
@@ -104,9 +105,9 @@ class ResponsesReply:
         async with aclosing(self._changes()) as changes:
             async for change in changes:
                 self._logprobs.of_change(change)
-        return self._ended(with_cut_call=False)
+        return await self._ended(with_cut_call=False)
 
-    async def stream(self) -> AsyncGenerator[ResponseEvent, None]:
+    async def stream(self) -> AsyncGenerator[ResponseEvent | InParts, None]:
         """The events, from `response.created` to `.completed`, `.incomplete` or `.failed`."""
         yield self._writer.created(self._begun)
         yield self._writer.of_status(self._begun)
@@ -118,12 +119,14 @@ class ResponsesReply:
                         is_queued = False
                         started = msgspec.structs.replace(self._begun, status="in_progress")
                         yield self._writer.of_status(started)
+                    # The events at the end of a block have the whole block.
+                    is_large = change.ends or change.num_tokens > MANY_TOKENS
                     for event in self._writer.of_change(change, self._status_of(change.block)):
-                        yield event
+                        yield InParts(event) if is_large else event
         except Exception as error:  # the status line has been sent, so the error becomes an event
-            yield self._writer.of_status(self._failed(error))
+            yield InParts(self._writer.of_status(self._failed(error)))
             return
-        yield self._writer.of_status(self._ended())
+        yield InParts(self._writer.of_status(await self._ended()))
 
     async def in_background(self, record: BackgroundReply, *, streams: bool) -> None:
         """Generate the reply without an open connection. Cancelling the call cancels the reply.
@@ -136,7 +139,7 @@ class ResponsesReply:
             if streams:
                 async with aclosing(self.stream()) as events:
                     async for event in events:
-                        record.add(NAMED_EVENTS.of_chunk(event))
+                        record.add(await _encoded(event))
             else:
                 await self.whole()
         except asyncio.CancelledError:
@@ -145,7 +148,8 @@ class ResponsesReply:
         except Exception as error:
             self._failed(error)
         finally:
-            self._store(record.events)
+            # A second cancellation does not stop it.
+            await asyncio.shield(self._store(record.events))
 
     def present(self) -> Response:
         """The response in its present state."""
@@ -178,7 +182,7 @@ class ResponsesReply:
         is_last = block.index == len(self._blocks.blocks) - 1
         return "incomplete" if self._incomplete_reason and is_last else "completed"
 
-    def _ended(self, *, with_cut_call: bool = True) -> Response:
+    async def _ended(self, *, with_cut_call: bool = True) -> Response:
         """Make the complete response, and store it."""
         reason = self._incomplete_reason
         blocks = [one for one in self._blocks.blocks if with_cut_call or not one.is_cut]
@@ -195,7 +199,7 @@ class ResponsesReply:
         )
         self._end = response
         if not self._begun.background:  # a reply in the background is stored with its events
-            self._store(())
+            await self._store(())
         return msgspec.structs.replace(response, trace=self._context.report())
 
     def _failed(self, error: Exception) -> Response:
@@ -212,11 +216,17 @@ class ResponsesReply:
         items = [self._writer.item(block, of_items) for block in self._blocks.blocks]
         return msgspec.structs.replace(self._begun, status=status, output=items)
 
-    def _store(self, events: Sequence[bytes]) -> None:
-        if self._begun.store and self._end is not None:
-            self._service.stored_responses.put(
+    async def _store(self, events: Sequence[bytes]) -> None:
+        """Store the reply. One above the limit of the store is not encoded to its end."""
+        if not self._begun.store or self._end is None:
+            return
+        store = self._service.stored_responses
+        most = store.limit - sum(map(len, events))
+        response = await joined_parts(json_parts(self._end), most)
+        if response is not None:
+            store.put(
                 self._begun.id,
-                msgspec.json.encode(self._end),
+                response,
                 self._messages,
                 _answer(self._blocks.blocks),
                 events,
@@ -234,6 +244,13 @@ class ResponsesReply:
             output_tokens_details=OutputUsage(self._num_reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
+
+
+async def _encoded(event: ResponseEvent | InParts) -> bytes:
+    """An event of a stream, encoded. Other tasks run while a large one is."""
+    if not isinstance(event, InParts):
+        return NAMED_EVENTS.of_chunk(event)
+    return b"".join([piece async for piece in json_pieces(NAMED_EVENTS.parts(event))])
 
 
 def _begun(

@@ -103,7 +103,8 @@ async def retrieve_response(
         stored = service.stored_responses
         reply = BackgroundReply.ended(stored.response(response_id), stored.events(response_id))
     if not stream:
-        return Response(reply.present(), media_type="application/json")
+        body = reply.present()
+        return json_bytes(body) if isinstance(body, bytes) else json_response(body)
     if not reply.has_stream:
         raise InvalidRequestError(
             "stream=true is for replies that were asked for with background=true and stream=true",
@@ -200,11 +201,7 @@ async def _in_background(
         streams: whether the request asked for events.
         releases: called when the reply ends.
     """
-    record = BackgroundReply(
-        lambda: msgspec.json.encode(reply.present()),
-        has_stream=streams,
-        input_items=reply.input_items,
-    )
+    record = BackgroundReply(reply.present, has_stream=streams, input_items=reply.input_items)
 
     async def work() -> None:
         try:

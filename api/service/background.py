@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Self
 
+import msgspec
+
 from ostinato.api.base.errors import OverloadedError
 
 __all__ = ("BackgroundReplies", "BackgroundReply")
@@ -17,7 +19,7 @@ class BackgroundReply:
     """One unfinished or finished reply.
 
     Args:
-        present: returns the current body of the reply.
+        present: returns the current body of the reply, as JSON or as a struct.
         has_stream: whether the request asked for a stream of events.
         input_items: the input items of the request, as a JSON list.
 
@@ -29,7 +31,11 @@ class BackgroundReply:
     """
 
     def __init__(
-        self, present: Callable[[], bytes], *, has_stream: bool, input_items: bytes = b"[]"
+        self,
+        present: Callable[[], bytes | msgspec.Struct],
+        *,
+        has_stream: bool,
+        input_items: bytes = b"[]",
     ) -> None:
         self.present = present
         self.has_stream = has_stream

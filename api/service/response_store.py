@@ -30,16 +30,19 @@ class ResponseStore:
 
     Args:
         limit_mib: total size; 0 = nothing is stored.
+
+    Attributes:
+        limit: total size in bytes.
     """
 
     def __init__(self, limit_mib: float) -> None:
-        self._limit = int(limit_mib * (1 << 20))
+        self.limit = int(limit_mib * (1 << 20))
         self._size = 0
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
 
     @property
     def is_enabled(self) -> bool:
-        return self._limit > 0
+        return self.limit > 0
 
     def put(
         self,
@@ -65,11 +68,11 @@ class ResponseStore:
         before = bytes(messages).rstrip()[1:-1]
         parts = [part for part in (before, msgspec.json.encode(answer)) if part.strip()]
         one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events), input_items)
-        if one.size > self._limit:
+        if one.size > self.limit:
             return
         self._stored[response_id] = one
         self._size += one.size
-        while self._size > self._limit:
+        while self._size > self.limit:
             _, oldest = self._stored.popitem(last=False)
             self._size -= oldest.size
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.api.http.json_parts import json_parts
+from ostinato.api.http.json_parts import joined_parts, json_parts
 
 
 class Leaf(msgspec.Struct):
@@ -24,7 +26,7 @@ class Sparse(msgspec.Struct, omit_defaults=True):
 
 
 class Tagged(msgspec.Struct, tag_field="type", tag="one"):
-    entries: list[int]
+    entries: list[object]
 
 
 class Tree(msgspec.Struct):
@@ -50,10 +52,13 @@ leaves = st.one_of(
 )
 
 
-def trees(inner: st.SearchStrategy[object]) -> st.SearchStrategy[Tree]:
+def trees(inner: st.SearchStrategy[object]) -> st.SearchStrategy[Tree | Tagged]:
     unset = st.one_of(few, st.just(msgspec.UNSET))
     mapping = st.dictionaries(texts, few, max_size=2)
-    return st.builds(Tree, unset, st.none(), st.lists(inner, max_size=5), mapping)
+    entries = st.lists(inner, max_size=5)
+    return st.one_of(
+        st.builds(Tree, unset, st.none(), entries, mapping), st.builds(Tagged, entries)
+    )
 
 
 @given(st.recursive(leaves, trees, max_leaves=20))
@@ -63,7 +68,22 @@ def test_the_parts_are_the_whole(value: object) -> None:
 
 def test_many_entries_are_many_parts() -> None:
     entry = msgspec.Raw(b'"' + b"x" * 1000 + b'"')
-    value = [Tree(msgspec.UNSET, None, [entry] * 5000, {})] * 20
+    value = [Tagged([Tree(msgspec.UNSET, None, [entry] * 5000, {})])] * 20
     sizes = [len(part) for part in json_parts(value)]
     assert sum(sizes) == len(msgspec.json.encode(value))
     assert max(sizes) < 300_000
+
+
+def test_a_value_above_a_limit_is_not_encoded_to_its_end() -> None:
+    value, made = [["x" * 1000] for _ in range(100_000)], []
+
+    def noting():
+        for part in json_parts(value):
+            made.append(len(part))
+            yield part
+
+    assert asyncio.run(joined_parts(noting(), most=1 << 20)) is None
+    assert sum(made) < 2 << 20
+    whole = msgspec.json.encode(value[:2000])
+    assert asyncio.run(joined_parts(json_parts(value[:2000]), most=len(whole))) == whole
+    assert asyncio.run(joined_parts(json_parts(value[:2000]), most=len(whole) - 1)) is None

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ostinato.api.base.errors import ClientGoneError, UnavailableError
-from ostinato.api.http.sse import sse, until_disconnect
+from ostinato.api.http.sse import NAMED_EVENTS, OPENAI_EVENTS, InParts, sse, until_disconnect
 from ostinato.runtime.errors import EngineDeadError
 
 
@@ -47,6 +47,36 @@ def test_chunks_then_done():
         b"data: [DONE]\n\n",
     ]
     assert source.is_closed
+
+
+class Large(msgspec.Struct, tag_field="type", tag="large"):
+    entries: list[str]
+
+
+@pytest.mark.parametrize("form", [OPENAI_EVENTS, NAMED_EVENTS])
+def test_other_tasks_run_between_the_parts_of_a_large_chunk(form):
+    large = Large(["x" * 1000] * 10_000)
+
+    async def scenario() -> tuple[list[bytes], int]:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(other())
+        source = Source(InParts(large), Large(["y"]))
+        pieces = [piece async for piece in sse(source.chunks(), form)]
+        beside.cancel()
+        return pieces, turns
+
+    pieces, turns = asyncio.run(scenario())
+    whole = form.of_chunk(large) + form.of_chunk(Large(["y"])) + form.end
+    assert b"".join(pieces) == whole
+    assert max(map(len, pieces)) < 400_000
+    assert turns > len(whole) // 400_000
 
 
 @pytest.mark.parametrize(

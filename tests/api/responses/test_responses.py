@@ -302,6 +302,8 @@ class TestBackground:
         answer = post(app, background=True).json()
         assert (answer["status"], answer["output"], answer["background"]) == ("queued", [], True)
         (item,) = self.until(app, answer, "in_progress")["output"]
+        url = f"/v1/responses/{answer['id']}/input_items"
+        assert app.http.get(url).json()["data"][0]["content"][0]["text"] == "Hi"
         assert (item["content"][0]["text"], item["status"]) == ("Hel", "in_progress")
         app.engine.released.set()
         whole = self.until(app, answer, "completed")
