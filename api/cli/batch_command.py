@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,14 +179,11 @@ class _Run:
 
 
 def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Service]:
-    from ostinato.api.server.app import create_app
-    from ostinato.api.service.service import Service
+    from ostinato.api.server.app import create_app, make_service
 
     # A batch file needs no API keys, no limits and no store of replies.
     server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
-    service = Service(
-        client, server, config.sampling, config.lora, config.images, config.audio, config.video
-    )
+    service = make_service(client, replace(config, server=server))
     return create_app(service), service
 
 

@@ -22,16 +22,17 @@ from ostinato.api.base.request_context import (
     request_id_of,
 )
 from ostinato.api.http.adapter_holds import AdapterHolds
-from ostinato.api.http.api_keys import KeyRing
+from ostinato.api.http.api_keys import KeyRing, with_keys
 from ostinato.api.http.auth import AccessControl
 from ostinato.api.openai import routes as openai
 from ostinato.api.pooling import routes as pooling
 from ostinato.api.responses import routes as responses
 from ostinato.api.server import adapter_routes, admin_routes, invocations, page, routes
 from ostinato.api.server.schema_page import schema_router
-from ostinato.api.service.service import Service
+from ostinato.api.service.service import Client, Service
+from ostinato.conf.root import RunConfig
 
-__all__ = ("create_app",)
+__all__ = ("create_app", "make_service")
 
 _FORM_BYTES = 1 << 20  # the most bytes of a form without its file
 
@@ -46,6 +47,27 @@ class _App(Litestar):
     @staticmethod
     def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
         return [*plugins, MsgspecDIPlugin()]
+
+
+def make_service(client: Client, config: RunConfig) -> Service:
+    """The state of a server, with the keys of `server.api_key_file`.
+
+    Args:
+        client: the engine's client. It need not have started yet.
+        config: the configuration of the server and its engines.
+
+    Raises:
+        StartupError: the file of keys is wrong.
+    """
+    return Service(
+        client,
+        with_keys(config.server),
+        config.sampling,
+        config.lora,
+        config.images,
+        config.audio,
+        config.video,
+    )
 
 
 def create_app(service: Service) -> Litestar:

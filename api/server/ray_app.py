@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ostinato.api.server.app import create_app
+from ostinato.api.server.app import create_app, make_service
 from ostinato.api.service.service import Service
 from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import DeviceName
+from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.media_files.pyav import require_av
+from ostinato.runtime.process.log_format import configure_logging
 
 if TYPE_CHECKING:
     from litestar import Litestar
@@ -30,6 +33,17 @@ __all__ = ("LiveApp", "build")
 # The largest number of requests of a replica at a time: so large that only the server's own limits
 # apply.
 _MOST_REQUESTS = 10_000
+# Ray Serve listens and receives, and the replicas would number the blocks of one trace separately.
+_ONLY_RUN_SERVE = (
+    "host",
+    "port",
+    "tls_certificate",
+    "tls_key",
+    "max_header_kib",
+    "header_timeout_s",
+    "body_timeout_s",
+    "record_trace",
+)
 
 
 def build(settings: Mapping[str, object]) -> Any:
@@ -42,10 +56,11 @@ def build(settings: Mapping[str, object]) -> Any:
         A `ray.serve.Application`.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: a setting is wrong, or has no effect under Ray Serve.
     """
     overrides = [f"{key}={value}" for key, value in settings.items()]
     config = load_config(overrides)
+    _check(config.server)
     engines = config.parallel.data
     on_gpus = config.device.name is DeviceName.cuda
     num_ranks = config.parallel.num_ranks
@@ -69,6 +84,17 @@ def build(settings: Mapping[str, object]) -> Any:
         name="ostinato", ray_actor_options=resources, max_ongoing_requests=_MOST_REQUESTS
     )
     return deployment(serve.ingress(make_app)(Replica)).bind()
+
+
+def _check(server: ServerConfig) -> None:
+    default = ServerConfig()
+    for name in _ONLY_RUN_SERVE:
+        value = getattr(server, name)
+        if value != getattr(default, name):
+            raise ConfigError(
+                f"server.{name}={value} has no effect under Ray Serve, which receives the requests"
+                " of all replicas: leave it out, or start the server with `run serve`"
+            )
 
 
 class LiveApp:
@@ -109,25 +135,18 @@ class LiveApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _start(self) -> None:
+        server = self._config.server
+        configure_logging(server.log_level, server.log_format, "api")
         self._client = EngineClient(self._config)
         try:
+            self._service = make_service(self._client, self._config)
+            self._app = create_app(self._service)
             await self._client.start()
-        except StartupError:
+            if self._client.model.audio is not None or self._client.model.sounds is not None:
+                require_av()
+        except BaseException:
             await self._client.close()
             raise
-        config = self._config
-        self._service = Service(
-            self._client,
-            config.server,
-            config.sampling,
-            config.lora,
-            config.images,
-            config.audio,
-            config.video,
-        )
-        self._app = create_app(self._service)
-        if self._client.model.audio is not None or self._client.model.sounds is not None:
-            require_av()
         self._service.preparer.start()
         self._service.admission.phase = None
 

@@ -69,7 +69,7 @@ def serve(config: RunConfig, early: EarlyEngine | None = None) -> int:
     return_large_blocks()
     config = replace(config, server=with_keys(config.server))
     _check_tls(config.server)
-    _configure_logging(config.server)
+    configure_logging(config.server.log_level, config.server.log_format, "api")
     listener = _listen(config.server)
     trace = None
     if config.server.record_trace:
@@ -308,8 +308,7 @@ def _http_server(
     import uvicorn
 
     from ostinato.api.http.http_protocol import HttpProtocol, ReceiveLimits
-    from ostinato.api.server.app import create_app
-    from ostinato.api.service.service import Service
+    from ostinato.api.server.app import create_app, make_service
 
     class Server(uvicorn.Server):
         """uvicorn's server without its signal handling. `_Server` decides when it ends."""
@@ -318,15 +317,7 @@ def _http_server(
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    service = Service(
-        client,
-        config.server,
-        config.sampling,
-        config.lora,
-        config.images,
-        config.audio,
-        config.video,
-    )
+    service = make_service(client, config)
     service.runner.trace = trace
     protocol = functools.partial(
         HttpProtocol,
@@ -386,13 +377,6 @@ def _check_tls(server: ServerConfig) -> None:
             f"server.tls_certificate={server.tls_certificate!r} and "
             f"server.tls_key={server.tls_key!r} cannot be used: {error}"
         ) from error
-
-
-def _configure_logging(server: ServerConfig) -> None:
-    configure_logging(server.log_level, server.log_format, "api")
-    if server.log_level == "info":  # the lines of uvicorn and asyncio are only for debugging
-        for name in ("uvicorn", "asyncio"):
-            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

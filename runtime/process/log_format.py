@@ -55,3 +55,6 @@ def configure_logging(level: str, log_format: str, process: str) -> None:
         name = "" if process == "api" else f"{process}: "
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level == "info":  # the lines of uvicorn and asyncio are only for debugging
+        for name in ("uvicorn", "asyncio"):
+            logging.getLogger(name).setLevel(logging.WARNING)
