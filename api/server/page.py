@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import msgspec
@@ -123,14 +125,24 @@ async def debug_flight(
 HANDLERS = [page, page_file, debug_state, debug_flight]
 
 
+@cache
+def _files() -> dict[str, Traversable]:
+    """The files of the page, by name."""
+    folder = resources.files("ostinato.api.server") / "static"
+    return {one.name: one for one in folder.iterdir() if _suffix(one.name) in _TYPES}
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]
+
+
 def _file(name: str) -> Response[bytes]:
-    kind = _TYPES.get(name[name.rfind(".") :])
-    file = resources.files("ostinato.api.server") / "static" / name
-    if kind is None or "/" in name or not file.is_file():
+    file = _files().get(name)
+    if file is None:
         raise InvalidRequestError(
             f"the page has no file {name[:100]!r}", code="not_found", status=404
         )
-    return Response(file.read_bytes(), media_type=kind, headers=_HEADERS)
+    return Response(file.read_bytes(), media_type=_TYPES[_suffix(name)], headers=_HEADERS)
 
 
 def _checked(service: Service, engine: int) -> int:

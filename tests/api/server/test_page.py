@@ -68,7 +68,11 @@ class TestFiles:
         assert not re.search(r"<script(?![^>]*src=)|\son[a-z]+=|\sstyle=|javascript:", text)
 
     @pytest.mark.parametrize(
-        "path", ["/page/none.js", "/page/..%2fapp.py", "/page/page.py", "/page/x", "/page/"]
+        "path",
+        [
+            *("/page/none.js", "/page/..%2fapp.py", "/page/page.py", "/page/x", "/page/"),
+            *(f"/page/{'x' * 300}.html", "/page/a%00.js"),
+        ],
     )
     def test_nothing_else_is_served(self, app, path):
         assert app.http.get(path).status_code == 404
