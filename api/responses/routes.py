@@ -98,6 +98,12 @@ async def retrieve_response(
     starting_after: FromQuery[int] = -1,
 ) -> Response[bytes] | Stream:
     """A stored reply, or a reply in the background. With `stream=true`, its events."""
+    if starting_after < -1:
+        raise InvalidRequestError(
+            f"starting_after={starting_after}; it must be at least -1, which means all events",
+            param="starting_after",
+            code="invalid_value",
+        )
     reply = service.background.get(response_id)
     if reply is None:
         stored = service.stored_responses

@@ -63,7 +63,11 @@ class BackgroundReply:
         self._wake()
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Yield the events after number `after`, and wait for new ones until the stream ends."""
+        """Yield the events after number `after`, and wait for new ones until the stream ends.
+
+        Args:
+            after: number of the last event to leave out; -1 = leave none out.
+        """
         position = after + 1
         while True:
             changed = self._changed

@@ -365,6 +365,10 @@ class TestBackground:
         rest = self.events(self.get(app, answer, stream=True, starting_after=4).text)
         assert rest == first[5:]
         assert self.get(app, answer, stream=True, starting_after=999).text == ""
+        assert self.events(self.get(app, answer, stream=True, starting_after=-1).text) == first
+        refused = self.get(app, answer, stream=True, starting_after=-2)
+        assert refused.status_code == 400
+        assert "must be at least -1" in refused.json()["error"]["message"]
 
     def test_a_stream_that_was_not_asked_for(self, app):
         for fields in ({}, {"background": True}):
