@@ -116,12 +116,13 @@ class OfflineGenerator:
         ) as progress:
             total = sum(each.n for each in params)
             task = progress.add_task("", total=total, rate="")
+            num_tokens = 0
             for which, output in self._run(batches, params):
                 collected[which].setdefault(output.index, CollectedCompletion()).add(output)
+                num_tokens += len(output.new_token_ids)
                 if output.finish_reason is not None:
-                    done = sum(len(c.token_ids) for one in collected for c in one.values())
                     elapsed = progress.tasks[0].elapsed or 1e-9
-                    progress.update(task, advance=1, rate=f"{done / elapsed:.0f} tokens/s")
+                    progress.update(task, advance=1, rate=f"{num_tokens / elapsed:.0f} tokens/s")
         return [
             GenerationOutput(
                 prompt=prompt.text,
