@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_ROLES = frozenset({"system", "developer", "assistant"})  # their messages have no media
 _ALPHANUMERIC = string.ascii_letters + string.digits
+_NUM_LISTED = 5  # tools that an error lists
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +100,7 @@ def tool_use(
         one.function if isinstance(one, Tool) else _as_function(one.custom) for one in offered
     )
     names = [one.name for one in functions]
-    repeated = next((name for name in names if names.count(name) > 1), None)
+    repeated = next((name for name, count in Counter(names).items() if count > 1), None)
     if repeated is not None:
         raise _invalid("tools", f"tools has two tools named {repeated!r}; rename one")
     if choice not in (None, "none", "auto") and not offered:
@@ -157,14 +159,22 @@ def _only_names(
     if choice is None or isinstance(choice, str):
         return None
     allowed = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else [choice]
+    known = {(name, name in custom) for name in names}
     for one in allowed:
         name, is_custom = _named(one)
-        kind = "custom tool" if is_custom else "function"
-        known = [known for known in names if (known in custom) == is_custom]
-        if name not in known:
-            has = f"tools has {', '.join(known)}" if known else f"tools has no {kind}"
-            raise _invalid("tool_choice", f"tool_choice names the {kind} {name!r}, and {has}")
+        if (name, is_custom) not in known:
+            kind = "custom tool" if is_custom else "function"
+            others = [other for other in names if (other in custom) == is_custom]
+            has = _listed(others) if others else f"no {kind}"
+            raise _invalid(
+                "tool_choice", f"tool_choice names the {kind} {name!r}, and tools has {has}"
+            )
     return frozenset(_named(one)[0] for one in allowed)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_LISTED
+    return ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _named(choice: NamedToolChoice | NamedCustomToolChoice) -> tuple[str, bool]:
