@@ -13,13 +13,16 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from ostinato.api.parsing.events import ToolCall
+from ostinato.runtime.text.stop_strings import num_held
 
 __all__ = (
     "Begun",
     "BodyReader",
     "Calls",
     "NotACall",
+    "OpenText",
     "ParameterTypes",
+    "behind_space",
     "json_text",
     "load_json",
     "object_text",
@@ -57,22 +60,34 @@ class BodyReader(Protocol):
     def read(self, body: str) -> Begun | Calls | NotACall: ...
 
 
-def load_json(text: str) -> Any:
-    """The JSON value; None for text that is not JSON."""
-    try:
-        return json.loads(text, strict=False, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
+def behind_space(text: str, position: int) -> int:
+    """The position of the first character from `position` on that is not white space."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+# Each call of `json.loads` or `json.dumps` with options would make an object of these classes.
+_decode = json.JSONDecoder(strict=False, parse_constant=_refuse_constant).decode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+def load_json(text: str) -> Any:
+    """The JSON value; None for text that is not JSON."""
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def json_text(value: Any) -> str | None:
     """A value as JSON text; None if JSON or UTF-8 cannot express the value."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = _encode(value)
         text.encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         return None
@@ -113,3 +128,26 @@ def value_of_text(text: str, types: tuple[str, ...]) -> Any:
     if is_string or (types and kind not in allowed) or json_text(value) is None:
         return text
     return value
+
+
+class OpenText:
+    """The JSON of a text that grows. Each call encodes only what is new."""
+
+    def __init__(self) -> None:
+        self._length = 0  # number of characters that are encoded
+        self._json = '"'
+
+    def written(self, body: str, begin: int, ends: tuple[str, ...]) -> str | None:
+        """The JSON of the text from `begin` on, without the closing quote.
+
+        A beginning of one of `ends` at the end of the text is left out. Only `body` may differ
+        between calls, and only by text at its end. None = JSON cannot express the text.
+        """
+        new = body[begin + self._length :]
+        new = new[: len(new) - num_held(new, ends)]
+        encoded = json_text(new)
+        if encoded is None:
+            return None
+        self._length += len(new)
+        self._json += encoded[1:-1]
+        return self._json

@@ -17,12 +17,13 @@ from ostinato.api.parsing.bodies.body_reader import (
     Begun,
     Calls,
     NotACall,
+    OpenText,
+    behind_space,
     json_text,
     value_of_text,
 )
 from ostinato.api.parsing.bodies.parameter_schemas import Parameter, listed, parameters_of
 from ostinato.api.parsing.events import ToolCall
-from ostinato.runtime.text.stop_strings import num_held
 
 __all__ = ("EscapedBody", "EscapedLayout")
 
@@ -103,10 +104,16 @@ class EscapedBody:
     def __init__(self, *, streams: bool) -> None:
         self._streams = streams
         self._name = ""
-        self._begin = 0  # position of the bracket that opens the arguments
         self._position = 0
         self._depth = 0
+        self._opened = 0  # position of the last bracket that opened the value of an argument
         self._is_text = False  # the position is between two marks
+        self._entries: list[str] = []  # `"key": value` of each complete argument
+        self._keys: set[str] = set()
+        self._next = 0  # position behind the last complete argument, or behind the comma after it
+        self._needs_comma = False
+        self._open = OpenText()  # the argument that is being written, if it is a text
+        self._is_malformed = False
 
     def read(self, body: str) -> Begun | Calls | NotACall:
         if not self._name:
@@ -114,46 +121,73 @@ class EscapedBody:
             if head is None:
                 may_come = _HEAD_BEGIN.fullmatch(body) is not None
                 return NotACall.unfinished if may_come else NotACall.malformed
-            self._name, self._begin, self._position = head[1], head.end() - 1, head.end() - 1
-        if not self._find_end(body):
-            if self._streams:
-                return Begun(self._name, self._so_far(body))
+            self._name, self._position, self._next = head[1], head.end() - 1, head.end()
+        is_whole = self._find_end(body)
+        if not is_whole and not self._streams:
             return NotACall.unfinished
-        try:
-            arguments, end = _value(body, self._begin, 0)
-        except ValueError:
+        if not self._is_malformed:
+            self._read_entries(body, is_whole=is_whole)
+        arguments = "{" + ", ".join(self._entries)
+        if not is_whole:
+            return Begun(self._name, arguments + self._open_text(body))
+        end = behind_space(body, self._next)
+        # A comma at the end is malformed, except that there can be no argument at all.
+        is_complete = self._needs_comma or not self._entries
+        is_closed = end == self._position - 1 and body[end] == "}"
+        if self._is_malformed or not is_complete or not is_closed:
             return NotACall.malformed
-        written = json_text(arguments)
-        if end != self._position or written is None:
-            return NotACall.malformed
-        return Calls([ToolCall(name=self._name, arguments=written)], end)
+        return Calls([ToolCall(name=self._name, arguments=arguments + "}")], self._position)
 
-    def _so_far(self, body: str) -> str:
-        """The arguments that later text cannot change, as JSON without the closing bracket."""
-        entries: dict[str, str] = {}
-        position = self._begin + 1
-        while (key := _KEY.match(body, position)) and key[1] not in entries:
+    def _read_entries(self, body: str, *, is_whole: bool) -> None:
+        """Read the arguments that later text cannot change, from the last complete one on."""
+        while True:
+            at = behind_space(body, self._next)
+            if self._needs_comma:
+                if not body.startswith(",", at):
+                    return
+                self._next, self._needs_comma = at + 1, False
+                continue
+            key = _KEY.match(body, at)
+            if key is None or (not is_whole and self._is_open(body, key.end())):
+                return
             begin = key.end()
-            if body.startswith(_MARK, begin) and body.find(_MARK, begin + len(_MARK)) < 0:
-                text = body[begin + len(_MARK) :]
-                written = json_text(text[: len(text) - num_held(text, (_MARK,))])
-                if written is not None:
-                    entries[key[1]] = written[:-1]
-                break
+            name = key[1].strip('"')
             try:
-                value, end = _value(body, begin, 0)
+                value, end = _value(body, begin, 1)
             except ValueError:
-                break
-            written = json_text(value)
-            may_go_on = end == len(body) and not body.startswith((_MARK, *'"{['), begin)
-            if written is None or may_go_on:
-                break
-            entries[key[1]] = written
-            position = _behind_space(body, end)
-            if not body.startswith(",", position):
-                break
-            position += 1
-        return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in entries.items())
+                # A value with brackets is read when they are closed.
+                has_brackets = body.startswith(("{", "["), begin)
+                self._is_malformed = is_whole or (has_brackets and self._position > begin)
+                return
+            if not is_whole and end == len(body) and not body.startswith((_MARK, *'"{['), begin):
+                return  # a word can go on
+            quoted, written = json_text(name), json_text(value)
+            if quoted is None or written is None:
+                self._is_malformed = True
+                return
+            if name not in self._keys:  # a repeated argument has no effect
+                self._entries.append(f"{quoted}: {written}")
+                self._keys.add(name)
+            self._next, self._needs_comma, self._open = end, True, OpenText()
+
+    def _is_open(self, body: str, begin: int) -> bool:
+        """Whether the value that begins at `begin` is a text or has brackets that are open."""
+        if body.startswith(_MARK, begin):
+            return body.find(_MARK, begin + len(_MARK)) < 0
+        return self._depth > 1 and self._opened == begin
+
+    def _open_text(self, body: str) -> str:
+        """The part of the JSON of an open text that later text cannot change."""
+        key = None if self._needs_comma else _KEY.match(body, behind_space(body, self._next))
+        if key is None or self._is_malformed or not body.startswith(_MARK, key.end()):
+            return ""
+        name = key[1].strip('"')
+        quoted = None if name in self._keys else json_text(name)
+        written = self._open.written(body, key.end() + len(_MARK), (_MARK,))
+        if quoted is None or written is None:
+            return ""
+        separator = ", " if self._entries else ""
+        return f"{separator}{quoted}: {written}"
 
     def _find_end(self, body: str) -> bool:
         """Move the position behind the bracket that closes the arguments, if the text has it."""
@@ -179,6 +213,8 @@ class EscapedBody:
                 self._is_text = True
                 continue
             self._depth += 1 if sign[0] in "{[" else -1
+            if self._depth == 2 and sign[0] in "{[":
+                self._opened = sign.start()
             if self._depth == 0:
                 return True
 
@@ -212,7 +248,7 @@ def _value(text: str, begin: int, depth: int) -> tuple[Any, int]:
         items: list[Any] = []
 
         def item(at: int) -> int:
-            value, end = _value(text, _behind_space(text, at), depth + 1)
+            value, end = _value(text, behind_space(text, at), depth + 1)
             items.append(value)
             return end
 
@@ -225,19 +261,13 @@ def _value(text: str, begin: int, depth: int) -> tuple[Any, int]:
 
 def _entries(text: str, begin: int, closing: str, read: Callable[[int], int]) -> int:
     """Read entries that are separated by commas; returns where the closing bracket ends."""
-    position = _behind_space(text, begin)
+    position = behind_space(text, begin)
     if text.startswith(closing, position):
         return position + 1
     while True:
-        position = _behind_space(text, read(position))
+        position = behind_space(text, read(position))
         if text.startswith(closing, position):
             return position + 1
         if not text.startswith(",", position):
             raise ValueError("a comma is missing")
-        position = _behind_space(text, position + 1)
-
-
-def _behind_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+        position = behind_space(text, position + 1)

@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from ostinato.api.parsing.bodies.body_reader import Begun, Calls, NotACall, json_text
+from ostinato.api.parsing.bodies.body_reader import (
+    Begun,
+    Calls,
+    NotACall,
+    behind_space,
+    json_text,
+)
 from ostinato.api.parsing.bodies.parameter_schemas import Parameter, listed, parameters_of
 from ostinato.api.parsing.bodies.python_values import ValueEnd, ValueScanner, literal
 from ostinato.api.parsing.custom_tools import RAW_BEGIN, RAW_END, raw_arguments
@@ -112,7 +118,7 @@ class _Call:
 
     def _read_sign(self, text: str) -> NotACall | bool:
         """Read the name, or the text before a value; False = the call is complete."""
-        self.end = _behind_space(text, self.end)
+        self.end = behind_space(text, self.end)
         if self.end == len(text):
             return NotACall.unfinished
         if not self.name:
@@ -136,7 +142,7 @@ class _Call:
         key = _KEY.match(text, self.end)
         if key is None:
             return NotACall.malformed
-        behind = _behind_space(text, key.end())
+        behind = behind_space(text, key.end())
         if behind == len(text):
             return NotACall.unfinished
         if text[behind] != "=" or key[0] in self._values:
@@ -157,12 +163,6 @@ class _Call:
         self._values[self._key] = written
         self.end, self._scanner, self._needs_comma = self._scanner.end, None, True
         return True
-
-
-def _behind_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
 
 
 class PythonBody:
@@ -187,7 +187,7 @@ class PythonBody:
                 self._calls.append(ToolCall(name=self._call.name, arguments=arguments))
                 self._position, self._call = self._call.end, None
                 self._needs_separator = bool(layout.separator)
-            self._position = _behind_space(body, self._position)
+            self._position = behind_space(body, self._position)
             rest = body[self._position : self._position + 80]
             if not rest:
                 return NotACall.unfinished

@@ -17,13 +17,13 @@ from ostinato.api.parsing.bodies.body_reader import (
     Begun,
     Calls,
     NotACall,
+    OpenText,
     ParameterTypes,
     json_text,
     value_of_text,
 )
 from ostinato.api.parsing.bodies.parameter_schemas import Parameter, parameters_of
 from ostinato.api.parsing.events import ToolCall
-from ostinato.runtime.text.stop_strings import num_held
 
 __all__ = ("TagLayout", "TaggedBody")
 
@@ -159,6 +159,7 @@ class TaggedBody:
         self._searched = 0  # the value does not end before this position
         self._keys: set[str] = set()
         self._arguments: list[str] = []  # `"key": value` of each complete parameter
+        self._open = OpenText()  # the parameter that is being written, if it is a text
         begins_inside = bool(layout.function_begin) and opening == layout.function_begin
         self._skips = () if begins_inside else layout.before
         if opening in layout.before:
@@ -271,6 +272,7 @@ class TaggedBody:
             self._arguments.append(f"{key}: {written}")
             self._keys.add(self._key)
         self._key, self._position = None, position + len(value_end)
+        self._open = OpenText()
         return None
 
     def _open_text(self, body: str) -> str:
@@ -278,13 +280,10 @@ class TaggedBody:
         is_text = self._key is not None and self._types_of_key(self._key) == ("string",)
         if self._key is None or not is_text or self._key in self._keys:
             return ""
-        text = body[self._position :]
-        end = self._layout.value_end
-        if self._layout.own_lines:
-            text, end = text.removeprefix("\n"), "\n" + end
-        text = text[: len(text) - num_held(text, (end, self._layout.value_end))]
-        if self._layout.own_lines:
-            text = text.removesuffix("\n")
+        begin, end = self._position, self._layout.value_end
+        ends = (end, "\n" + end) if self._layout.own_lines else (end,)
+        if self._layout.own_lines and body.startswith("\n", begin):
+            begin += 1
+        key, written = json_text(self._key), self._open.written(body, begin, ends)
         separator = ", " if self._arguments else ""
-        key, written = json_text(self._key), json_text(text)
-        return "" if key is None or written is None else f"{separator}{key}: {written[:-1]}"
+        return "" if key is None or written is None else f"{separator}{key}: {written}"

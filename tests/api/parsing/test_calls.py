@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.api.parsing.bodies import escaped_bodies
 from ostinato.api.parsing.bodies.python_bodies import PythonLayout
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Message, merge
 from ostinato.api.parsing.formats import FORMATS
@@ -299,6 +300,22 @@ def test_nothing_is_lost_and_arguments_are_json(name, text):
         assert isinstance(json.loads(call.arguments), dict)
     if not message.calls:
         assert message.content == text
+
+
+def test_a_value_of_many_items_is_read_once(monkeypatch):
+    reads = []
+    value = escaped_bodies._value
+
+    def counting(text, begin, depth):
+        reads.append(begin)
+        return value(text, begin, depth)
+
+    monkeypatch.setattr(escaped_bodies, "_value", counting)
+    items = json.dumps({"a": list(range(500)), "b": "é" * 500, "c": list(range(500))})
+    text = FORMATS["functiongemma"].written("add", items)
+    events = parse("functiongemma", *text, constrained=True)
+    assert [json.loads(event.text) for event in merge(events)[1:]] == [json.loads(items)]
+    assert len(reads) < 1100  # one for each item, and a few for each argument
 
 
 @pytest.mark.parametrize("filler", ["x", '\\"', "<tool_call>", '<tool_call>{"', "[", " "])
