@@ -9,6 +9,7 @@ call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from ostinato.api.parsing.bodies.body_reader import (
@@ -17,12 +18,15 @@ from ostinato.api.parsing.bodies.body_reader import (
     Calls,
     NotACall,
     ParameterTypes,
+    behind_space,
 )
 from ostinato.api.parsing.call_format import CallFormat
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, ToolCall
 from ostinato.runtime.text.stop_strings import num_held
 
 __all__ = ("CallParser",)
+
+_HEAD = 256  # more characters than any marker has
 
 
 class CallParser:
@@ -48,7 +52,10 @@ class CallParser:
         self._types: ParameterTypes = types or {}
         self._max_calls = max_calls
         self._state = self._at_bracket
+        self._openings = re.compile("|".join(map(re.escape, sorted(form.openings))) or "(?!)")
         self._buffer = ""
+        self._at = 0  # the text before this position of the buffer has been taken
+        self._is_read = False  # the reader has read the beginning of the body
         self._opening = ""  # the text before the body of the present call
         self._reader: BodyReader = form.reader("", self._types)
         # Characters of the arguments that were sent; None = no call has begun.
@@ -60,11 +67,11 @@ class CallParser:
     def held_length(self) -> int:
         """Number of characters at the end of the text so far that are held back."""
         num_opening = len(self._opening) if self._state == self._in_body else 0
-        return num_opening + len(self._buffer)
+        return num_opening + len(self._buffer) - self._at
 
     def feed(self, text: str) -> list[Event]:
         """The events of new text."""
-        self._buffer += text
+        self._buffer, self._at = self._buffer[self._at :] + text, 0
         events: list[Event] = []
         while self._state(events):
             pass
@@ -80,21 +87,24 @@ class CallParser:
                 break
             if self._num_given is not None:
                 self.ends_in_call = True
-                self._buffer = ""
+                self._at = len(self._buffer)
                 break
             self._to_content(events)
         behind_call = self.num_calls > 0 and self._state in (self._behind_call, self._at_bracket)
-        if self._buffer and not (behind_call and not self._buffer.strip()):
-            events.append(Content(self._buffer))
-        self._buffer = ""
+        rest = self._buffer[self._at :]
+        if rest and not (behind_call and not rest.strip()):
+            events.append(Content(rest))
+        self._buffer, self._at = "", 0
         return events
 
     # Each state is a method. It takes text from the buffer and returns whether to run the next
-    # state.
+    # state. The text after a marker that opens no call is parsed again, and there can be thousands
+    # of markers. So a state copies only the text that it takes.
 
     def _at_bracket(self, events: list[Event]) -> bool:
         """The state at the beginning of the text and after a call: here a bracket opens a call."""
-        text = self._buffer.lstrip()
+        begin = behind_space(self._buffer, self._at)
+        text = self._buffer[begin : begin + _HEAD]
         if not text:
             return False
         is_next = self.num_calls > 0
@@ -104,47 +114,52 @@ class CallParser:
         if opening is None and any(one.startswith(text) for one in openings):
             return False
         if opening is not None or text[0] in brackets:
-            self._open(len(self._buffer) - len(text), opening or "")
+            self._open(begin + len(opening or ""), opening or "")
         else:
             self._state = self._in_content
         return True
 
     def _in_content(self, events: list[Event]) -> bool:
-        found = [
-            (position, opening)
-            for opening in self._form.openings
-            if (position := self._buffer.find(opening)) >= 0
-        ]
-        if found:
-            position, opening = min(found)
-            self._show(position, events)
-            self._open(len(self._buffer) - len(self._buffer.lstrip()), opening)
+        found = self._openings.search(self._buffer, self._at)
+        if found is not None:
+            self._show(found.start(), events)
+            self._open(found.end(), found[0])
             return True
-        self._show(len(self._buffer) - num_held(self._buffer, self._form.openings), events)
+        tail = self._buffer[max(self._at, len(self._buffer) - _HEAD) :]
+        self._show(len(self._buffer) - num_held(tail, self._form.openings), events)
         return False
 
     def _show(self, end: int, events: list[Event]) -> None:
-        """Emit the buffer up to `end` as content, without the whitespace before `end`."""
-        end = len(self._buffer[:end].rstrip())
-        if end:
-            events.append(Content(self._buffer[:end]))
-            self._buffer = self._buffer[end:]
+        """Emit the text up to `end` as content, without the whitespace before `end`."""
+        text = self._buffer[self._at : end].rstrip()
+        if text:
+            events.append(Content(text))
+            self._at += len(text)
 
-    def _open(self, num_spaces: int, opening: str) -> None:
-        begin = num_spaces + len(opening)
-        self._opening, self._buffer = self._buffer[:begin], self._buffer[begin:]
-        self._reader = self._form.reader(opening, self._types)
+    def _open(self, begin: int, opening: str) -> None:
+        """Go on with a body that begins at `begin`, after whitespace and the opening marker."""
+        self._opening, self._at = self._buffer[self._at : begin], begin
+        self._reader, self._is_read = self._form.reader(opening, self._types), False
         self._state = self._in_body
 
+    def _read(self) -> Begun | Calls | NotACall:
+        """What the reader finds. Most bodies that are no call are malformed in their beginning."""
+        if not self._is_read:
+            self._is_read = True
+            outcome = self._reader.read(self._buffer[self._at : self._at + _HEAD])
+            if outcome is NotACall.malformed or isinstance(outcome, Calls):
+                return outcome
+        return self._reader.read(self._buffer[self._at :])
+
     def _in_body(self, events: list[Event]) -> bool:
-        outcome = self._reader.read(self._buffer)
+        outcome = self._read()
         if outcome is NotACall.unfinished:
             return False
         if isinstance(outcome, Begun) and outcome.name in self._names:
             self._give(ToolCall(name=outcome.name, arguments=outcome.arguments), events)
             return False
         if isinstance(outcome, Calls) and all(one.name in self._names for one in outcome.calls):
-            self._buffer = self._buffer[outcome.end :]
+            self._at += outcome.end
             room = None if self._max_calls is None else self._max_calls - self._num_whole
             for call in outcome.calls[:room]:
                 self._give(call, events)
@@ -171,24 +186,25 @@ class CallParser:
             self._num_given = len(call.arguments)
 
     def _to_content(self, events: list[Event]) -> None:
-        """Emit the opening marker as content. The rest of the buffer is parsed again."""
+        """Emit the opening marker as content. The text after it is parsed again."""
         if self._opening:
             events.append(Content(self._opening))
             self._opening = ""
         self._state = self._in_content
 
     def _behind_call(self, events: list[Event]) -> bool:
-        text = self._buffer.lstrip()
+        begin = behind_space(self._buffer, self._at)
+        text = self._buffer[begin : begin + _HEAD]
         for closing in self._form.closings:
             if text.startswith(closing):
-                self._buffer = text[len(closing) :]
+                self._at = begin + len(closing)
                 return True
         if not text or any(one.startswith(text) for one in self._form.closings):
             return False
-        self._buffer = text
+        self._at = begin
         self._state = self._at_bracket
         return True
 
     def _enough(self, events: list[Event]) -> bool:
-        self._buffer = ""
+        self._at = len(self._buffer)
         return False

@@ -6,6 +6,7 @@ import json
 import time
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from ostinato.api.parsing.bodies.python_bodies import PythonLayout
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Message, merge
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import REASONING
+from ostinato.api.parsing.tool_calls import CallParser
 
 NAMES = frozenset({"add", "get_weather"})
 THINK = REASONING["think"]
@@ -316,6 +318,31 @@ def test_a_value_of_many_items_is_read_once(monkeypatch):
     events = parse("functiongemma", *text, constrained=True)
     assert [json.loads(event.text) for event in merge(events)[1:]] == [json.loads(items)]
     assert len(reads) < 1100  # one for each item, and a few for each argument
+
+
+@pytest.mark.parametrize("name", ["granite", "qwen3_coder", "xlam", "deepseek_v3"])
+def test_of_markers_without_calls_only_the_beginnings_are_read(name):
+    form, sizes = FORMATS[name], []
+
+    class Counting:
+        def __init__(self, reader) -> None:
+            self.reader = reader
+
+        def read(self, body):
+            sizes.append(len(body))
+            return self.reader.read(body)
+
+    counted = msgspec.structs.replace(
+        form, reader=lambda opening, types: Counting(form.reader(opening, types))
+    )
+    first = form.written("add", '{"a": "x"}')
+    text = first[: first.index("x")] + form.openings[0] * 5000
+    parser = CallParser(counted, NAMES, types=TYPES if form.needs_types else {})
+    message = Message()
+    message.add(parser.feed(text) + parser.finish())
+    assert (message.content, message.calls) == (text, [])
+    assert len(sizes) >= 5000
+    assert sum(sizes) < 256 * len(sizes) + 4 * len(text)
 
 
 @pytest.mark.parametrize("filler", ["x", '\\"', "<tool_call>", '<tool_call>{"', "[", " "])
