@@ -154,7 +154,9 @@ class Admission:
         limit = server.max_queued_requests
         if limit is not None and (count := engine.num_queued) >= limit:
             return self._full(f"completions that wait: {count}, server.max_queued_requests={limit}")
-        limit, count = server.max_queued_tokens, engine.num_queued_tokens
+        limit = server.max_queued_tokens
+        # Counting the tokens takes time for each waiting request.
+        count = 0 if limit is None else engine.num_queued_tokens
         if limit is not None and count and count + num_new_tokens > limit:
             text = f"prompt tokens that wait: {count}, of this request: {num_new_tokens}"
             return self._full(f"{text}, server.max_queued_tokens={limit}")

@@ -12,7 +12,7 @@ from ostinato.api.http.api_keys import KeyRing, with_keys
 from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import DeadlineError, StartupError
 from ostinato.runtime.types.engine_info import EngineStats
-from tests.api.fake_client import HELLO
+from tests.api.fake_client import HELLO, FakeClient
 
 KEYS = ["first-key", "second-key"]
 
@@ -171,6 +171,26 @@ class TestQueue:
         app.engine.num_queued_tokens = 0  # an empty queue takes a prompt of any length
         body["prompt"] = list(range(1, 21))
         assert app.http.post("/v1/completions", json=body).status_code == 200
+
+    def test_tokens_that_wait_are_counted_only_for_a_limit(self, make_app, monkeypatch):
+        counts = []
+
+        class Counting(FakeClient):
+            @property
+            def num_queued_tokens(self) -> int:
+                counts.append(1)
+                return 0
+
+            @num_queued_tokens.setter
+            def num_queued_tokens(self, value: int) -> None:
+                pass
+
+        monkeypatch.setattr("tests.api.conftest.FakeClient", Counting)
+        assert make_app().complete().status_code == 200
+        assert counts == []
+        limited = make_app(server=ServerConfig(max_queued_tokens=10))
+        assert limited.complete().status_code == 200
+        assert counts
 
     def test_a_stream_is_refused_before_it_begins(self, make_app):
         app = make_app(server=ServerConfig(max_queued_requests=1))
