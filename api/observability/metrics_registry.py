@@ -24,6 +24,7 @@ from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
 from ostinato.api.observability.vllm_metrics import VllmAdapterCollector, VllmCollector
 from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("CONTENT_TYPE", "EngineView", "Metrics")
 
@@ -78,8 +79,8 @@ class Metrics:
             "Completions that ended, by reason; a request has `n` of them.",
             ["finish_reason"],
         )
-        for reason in ("stop", "length", "abort", "error"):
-            self._completions.labels(reason)
+        for reason in FinishReason:
+            self._completions.labels(reason.value)
         self._vectors = self._counter(
             "pooled_inputs", "Texts and pairs that got an embedding or a score.", []
         )

@@ -215,6 +215,7 @@ class TestMetrics:
             "ostinato_request_generation_tokens_sum": 9,
             'ostinato_completions_total{"finish_reason": "stop"}': 3,
             'ostinato_completions_total{"finish_reason": "abort"}': 0,
+            'ostinato_completions_total{"finish_reason": "repetition"}': 0,
         }
         assert {name: samples[name] for name in expected} == expected
 
