@@ -56,15 +56,15 @@ class TraceRecorder:
         self,
         arrival: float,
         prompt_token_ids: Sequence[int],
-        num_output_tokens: int,
+        output_lengths: Sequence[int],
         cache_salt: str = "",
     ) -> None:
-        """Add one completion. Does nothing after a write has failed.
+        """Add the completions of one prompt. Does nothing after a write has failed.
 
         Args:
             arrival: time of arrival, in seconds of time.monotonic().
             prompt_token_ids: the prompt.
-            num_output_tokens: length of the output.
+            output_lengths: number of tokens of each completion.
             cache_salt: the request's cache salt. Equal blocks of requests with different salts get
                 different numbers.
         """
@@ -76,12 +76,14 @@ class TraceRecorder:
         line = {
             "timestamp": round(1000 * (arrival + self._to_wall)),
             "input_length": len(prompt_token_ids),
-            "output_length": num_output_tokens,
+            "output_length": 0,
             "hash_ids": [self._number(digest) for digest in hashes],
             "block_size": size,
         }
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            for length in output_lengths:
+                line["output_length"] = length
+                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
             self._is_broken = True
             _LOG.error(

@@ -218,13 +218,13 @@ class RequestRunner:
         finally:
             if self.trace is not None:
                 digest = "" if context.adapter is None else context.adapter.digest
-                for prompt_index, num_tokens in stats.num_tokens():
+                for prompt_index, lengths in stats.output_lengths().items():
                     one = generations[prompt_index]
                     # Only equal adapters, media and audio share prefixes.
                     media = "".join(each.cache_key.hex() for each in (*one.images, *one.sounds))
                     audio = "" if one.audio is None else one.audio.digest.hex()
                     salt = one.cache_salt + digest + media + audio
-                    self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, salt)
+                    self.trace.add(stats.begin, one.prompt_token_ids, lengths, salt)
 
     async def probe(
         self, reply_id: str, generation: Generation, context: RequestContext

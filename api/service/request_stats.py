@@ -119,9 +119,12 @@ class RequestStats:
         """The time of the request's arrival, in seconds of time.monotonic()."""
         return self._begin
 
-    def num_tokens(self) -> list[tuple[int, int]]:
-        """(index of the prompt, number of output tokens) of each completion with an output."""
-        return [(index, one.num_tokens) for (index, _), one in self._completions.items()]
+    def output_lengths(self) -> dict[int, list[int]]:
+        """Index of the prompt -> number of tokens of each of its completions with an output."""
+        lengths: dict[int, list[int]] = {}
+        for (index, _), one in self._completions.items():
+            lengths.setdefault(index, []).append(one.num_tokens)
+        return lengths
 
     def _add_tokens(self, one: _Completion, count: int, now: float) -> None:
         metrics = self._metrics
