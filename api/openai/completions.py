@@ -167,6 +167,10 @@ class TextOffsets:
         self._token_bytes = token_bytes
         self._offsets: dict[int, int] = {}
 
+    def begin(self, choice: int, offset: int) -> None:
+        """Note the number of characters before a completion."""
+        self._offsets[choice] = offset
+
     def advance(self, choice: int, token_ids: list[int]) -> int:
         """Advance by the text of `token_ids`; returns the offset of the first token."""
         begin = self._offsets.get(choice, 0)
@@ -175,14 +179,12 @@ class TextOffsets:
         return begin
 
 
-async def echo_chunk(
+def echo_chunk(
     head: ReplyHead,
     choice: int,
     echo: Echo,
-    output: RequestOutput,
-    token_bytes: TokenBytes,
+    logprobs: CompletionLogprobs | None,
     *,
-    options: ReplyOptions,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion:
     """The chunk with the prompt, which is sent before the chunks of the completion.
@@ -191,24 +193,16 @@ async def echo_chunk(
         head: the fields that every chunk repeats.
         choice: prompt index * n + completion index.
         echo: the prompt.
-        output: the first output of the completion.
-        token_bytes: returns the bytes of a token.
-        options: the parts of the outputs that the reply shows.
+        logprobs: from `Echo.logprobs`.
         usage: `usage` of the chunk; UNSET = the chunk has no such field.
     """
-    echoed = await echo.logprobs(output.prompt_logprobs, token_bytes, options)
     return Completion(
         id=head.id,
         created=head.created,
         model=head.model,
         system_fingerprint=head.system_fingerprint,
         choices=[
-            CompletionChoice(
-                index=choice,
-                text=echo.text,
-                logprobs=None if echoed is None else echoed[0],
-                finish_reason=None,
-            )
+            CompletionChoice(index=choice, text=echo.text, logprobs=logprobs, finish_reason=None)
         ],
         usage=usage,
     )
@@ -228,7 +222,9 @@ async def to_chunk(
     made. See `echo_chunk` for other arguments.
 
     Args:
-        choice: prompt index * n + completion index.
+        output: the output.
+        token_bytes: returns the bytes of a token.
+        options: the parts of the outputs that the reply shows.
         text_offset: see `TextOffsets`.
         usage: `usage` of the chunk; UNSET = the chunk has no such field.
     """

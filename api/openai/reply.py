@@ -25,7 +25,7 @@ from ostinato.api.preparation.generation import Generation
 from ostinato.api.preparation.prompt_report import PromptReport
 from ostinato.api.schemas.chat_completions import ChatChunk, ChatResponse
 from ostinato.api.schemas.client_fields import ServiceTier, tier_of
-from ostinato.api.schemas.text_completions import Completion
+from ostinato.api.schemas.text_completions import Completion, CompletionLogprobs
 from ostinato.api.service.reply_state import (
     CollectedCompletion,
     ReplyHead,
@@ -145,6 +145,8 @@ class CompletionReply:
         self._has_output = prepared.has_output
         self._tally = Tally.of(generations)
         self._echoes = prepared.echoes
+        # Prompt index -> the log-probabilities of the echoed prompt, and its number of characters.
+        self._echoed: dict[int, tuple[CompletionLogprobs, int] | None] = {}
         self._reports = [prompt.report for prompt in prepared.prompts]
 
     async def stream(self) -> AsyncGenerator[Completion | InParts, None]:
@@ -212,20 +214,17 @@ class CompletionReply:
         chunks = []
         is_first = output.num_output_tokens == len(output.new_token_ids)
         if is_first and self._echoes:
-            echo = self._echoes[prompt_index]
-            if has_offsets:
-                offsets.advance(choice, echo.token_ids)
-            chunks.append(
-                await completions.echo_chunk(
-                    self._head,
-                    choice,
-                    echo,
-                    output,
-                    token_bytes,
-                    options=options,
-                    usage=self._usage.of_first_chunk(prompt_index, choice),
+            echo, logprobs = self._echoes[prompt_index], None
+            # The completions of a prompt have the same scores of its tokens.
+            if prompt_index not in self._echoed:
+                self._echoed[prompt_index] = await echo.logprobs(
+                    output.prompt_logprobs, token_bytes, options
                 )
-            )
+            if (echoed := self._echoed[prompt_index]) is not None:
+                logprobs, num_characters = echoed
+                offsets.begin(choice, num_characters)
+            usage = self._usage.of_first_chunk(prompt_index, choice)
+            chunks.append(completions.echo_chunk(self._head, choice, echo, logprobs, usage=usage))
         chunk = await completions.to_chunk(
             self._head,
             choice,

@@ -113,22 +113,36 @@ def test_an_answer_of_a_chat() -> None:
 
 
 def test_the_chunk_with_an_echoed_prompt() -> None:
-    first = output("t", [1], 1, prompt_logprobs=SCORES[1:])
-    chunk, turns = run_beside_another_task(
-        completions.echo_chunk(
-            HEAD,
-            0,
-            Echo(text="prompt", token_ids=TOKENS),
-            first,
-            PIECES.__getitem__,
-            options=OPTIONS,
-        )
-    )
+    echo = Echo(text="prompt", token_ids=TOKENS)
+    echoed, turns = run_beside_another_task(echo.logprobs(SCORES[1:], PIECES.__getitem__, OPTIONS))
     assert turns >= LEAST_TURNS
     at_once = completion_logprobs(
         TOKENS, [None, *SCORES[1:]], PIECES.__getitem__, num_top=2, text_offset=0
     )
+    chunk = completions.echo_chunk(HEAD, 0, echo, echoed[0])
     assert decoded(chunk.choices[0].logprobs) == decoded(at_once)
+
+
+def test_an_echoed_prompt_is_converted_once_for_all_completions(app, monkeypatch) -> None:
+    converted = []
+    convert = completions.all_completion_logprobs
+
+    async def noting(token_ids, *arguments, **options):
+        converted.append(list(token_ids))
+        return await convert(token_ids, *arguments, **options)
+
+    monkeypatch.setattr(completions, "all_completion_logprobs", noting)
+    prompts = [[65, 66, 67], [65, 66]]
+    body = {"prompt": prompts, "n": 3, "echo": True, "logprobs": 1, "stream": True}
+    text = app.http.post("/v1/completions", json=body).text
+    assert sorted(converted)[-2:] == [[65, 66], [65, 66, 67]]
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    for index in range(6):
+        echoed, first, *_ = [one["logprobs"] for one in choices if one["index"] == index]
+        length = len("".join(echoed["tokens"]))
+        assert len(echoed["tokens"]) == len(prompts[index // 3])
+        assert first["text_offset"] == [length]
 
 
 def test_a_chunk_with_many_tokens() -> None:
