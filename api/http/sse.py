@@ -119,9 +119,12 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGoneError
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        task.cancel()
+        gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        # An error of the work refers to this frame. If the frame referred to the task, which has
+        # the error, the request's body would stay in memory until a garbage collection.
+        del task, gone
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import os
 from pathlib import Path
 
@@ -48,7 +47,6 @@ async def return_free_memory() -> None:
         await asyncio.sleep(_LOOK_S)
         size = _resident_bytes()
         if size > least + _GROWTH:
-            gc.collect()  # errors keep their frames, which hold request bodies, until then
             await asyncio.to_thread(trim, 0)
             least = _resident_bytes()
         least = min(least, size)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import msgspec
 import pytest
@@ -168,3 +171,31 @@ class TestUntilDisconnect:
         with pytest.raises(ClientGoneError):
             asyncio.run(until_disconnect(receive, work()))
         assert cancelled == [True]
+
+    def test_an_error_is_freed_without_a_garbage_collection(self):
+        """The frames of an error refer to the request's body."""
+
+        class Body:
+            pass
+
+        bodies = []
+
+        async def work() -> int:
+            body = Body()
+            bodies.append(weakref.ref(body))
+            raise ValueError("mine")
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def scenario() -> Body | None:
+            with contextlib.suppress(ValueError):
+                await until_disconnect(receive, work())
+            await asyncio.sleep(0)  # the loop drops the ended task
+            return bodies[0]()
+
+        gc.disable()
+        try:
+            assert asyncio.run(scenario()) is None
+        finally:
+            gc.enable()
