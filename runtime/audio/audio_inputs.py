@@ -12,6 +12,7 @@ import msgspec
 from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.models.audio.audio_spec import AudioSpec
 from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.media_files.media_kinds import most_bytes
 from ostinato.runtime.types.audio import PromptAudio, audio_digest
 
 if TYPE_CHECKING:  # the API process imports this module, and NumPy in its forks only
@@ -23,7 +24,6 @@ __all__ = (
     "CODE_BYTES",
     "AudioWindow",
     "PreparedAudio",
-    "max_audio_bytes",
     "max_audio_memory",
     "package_is_there",
     "preload_audio",
@@ -61,11 +61,6 @@ def preload_audio() -> None:
     from ostinato.runtime.media_files.pyav import import_av
 
     import_av()
-
-
-def max_audio_bytes(config: AudioConfig) -> int:
-    """The most bytes of one encoded file."""
-    return int(config.max_mib * (1 << 20))
 
 
 def max_audio_memory(spec: AudioSpec, config: AudioConfig) -> int:
@@ -130,7 +125,7 @@ def prepare_samples(
 def _limits(config: AudioConfig) -> AudioLimits:
     from ostinato.runtime.audio.decode_audio import AudioLimits
 
-    return AudioLimits(max_bytes=max_audio_bytes(config), max_seconds=config.max_seconds)
+    return AudioLimits(max_bytes=most_bytes(config), max_seconds=config.max_seconds)
 
 
 def _windows(decoded: DecodedAudio, spec: AudioSpec) -> PreparedAudio:
@@ -164,7 +159,7 @@ def read_audio_file(path: Path, config: AudioConfig, param: str) -> bytes:
     Raises:
         InvalidRequestError: it cannot be read, or is too large.
     """
-    limit = max_audio_bytes(config)
+    limit = most_bytes(config)
     try:
         size = path.stat().st_size
         if size <= limit:

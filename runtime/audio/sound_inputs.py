@@ -9,12 +9,12 @@ from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.models.audio.sound_spec import FRAMES_OF_STATE, STATES_OF_EMBEDDING, SoundSpec
 from ostinato.runtime.audio.audio_inputs import (
     CODE_BYTES,
-    max_audio_bytes,
     package_is_there,
     read_audio_file,
 )
 from ostinato.runtime.audio.sound_sources import GivenSamples
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.media_kinds import most_bytes
 from ostinato.runtime.types.audio import PromptSound, audio_digest
 
 if TYPE_CHECKING:  # the API process imports this module, and NumPy in its forks only
@@ -77,7 +77,7 @@ def prepare_sound(
 
     rate = spec.sampling_rate
     limits = AudioLimits(
-        max_bytes=max_audio_bytes(config),
+        max_bytes=most_bytes(config),
         max_seconds=config.max_seconds,
         model_seconds=spec.max_seconds,
     )

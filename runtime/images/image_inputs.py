@@ -10,14 +10,13 @@ from ostinato.conf.sections.images_schema import ImagesConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_sources import ImageSource
-from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.media_files.media_kinds import MediaKind, most_bytes
 from ostinato.runtime.media_files.media_urls import data_url_bytes, is_data_url
 from ostinato.runtime.types.images import PreparedImages
 
 __all__ = (
     "SMALL_PIXELS",
     "check_detail",
-    "max_image_bytes",
     "preload_images",
     "prepare_image_source",
 )
@@ -28,11 +27,6 @@ SMALL_PIXELS = 512 * 512  # the most pixels of an image with `detail` low
 def preload_images() -> None:
     """Import what `prepare_image_source` needs, so that forks of this process share it."""
     from ostinato.runtime.images import prepare_image  # noqa: F401 - it has NumPy and Pillow
-
-
-def max_image_bytes(config: ImagesConfig) -> int:
-    """The most bytes of one encoded image."""
-    return int(config.max_mib * (1 << 20))
 
 
 def check_detail(source: ImageSource, spec: ImageSpec, name: str) -> None:
@@ -71,7 +65,7 @@ def prepare_image_source(
     """
     from ostinato.runtime.images.prepare_image import ImageLimits, prepare_image, prepare_pil
 
-    limits = ImageLimits(max_bytes=max_image_bytes(config), max_pixels=config.max_pixels)
+    limits = ImageLimits(max_bytes=most_bytes(config), max_pixels=config.max_pixels)
     if source.is_small:
         spec = _small(spec, name)
     if source.pil is not None:

@@ -16,13 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 
-from ostinato.runtime.audio.audio_inputs import max_audio_bytes
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.images.image_inputs import max_image_bytes
 from ostinato.runtime.media.prompt_media import FetchWanted, MediaLimits
-from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.media_files.media_kinds import MediaKind, most_bytes
 from ostinato.runtime.media_files.media_urls import FetchTarget, UrlWords, fetch_target, url_words
-from ostinato.runtime.video.video_inputs import max_video_bytes
 
 __all__ = ("MediaFetcher", "Resolve", "is_public", "resolve_host")
 
@@ -78,9 +75,9 @@ class MediaFetcher:
         self._is_allowed = is_allowed
         self._slots = {kind: asyncio.Semaphore(number) for kind, number in _AT_ONCE.items()}
         self._max_bytes = {
-            MediaKind.image: max_image_bytes(limits.images),
-            MediaKind.video: max_video_bytes(limits.video),
-            MediaKind.sound: max_audio_bytes(limits.audio),
+            MediaKind.image: most_bytes(limits.images),
+            MediaKind.video: most_bytes(limits.video),
+            MediaKind.sound: most_bytes(limits.audio),
         }
         self._tls: ssl.SSLContext | None = None
 

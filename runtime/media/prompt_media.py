@@ -11,13 +11,12 @@ from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.audio.sound_spec import SoundSpec
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import EXTRA_POSITIONS
-from ostinato.runtime.audio.audio_inputs import max_audio_bytes
 from ostinato.runtime.audio.sound_inputs import SoundContent, prepare_sound
 from ostinato.runtime.audio.sound_sources import SoundSource
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.images.image_inputs import check_detail, prepare_image_source
 from ostinato.runtime.images.image_sources import ImageSource
-from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.media_files.media_kinds import MediaKind, most_bytes
 from ostinato.runtime.media_files.media_urls import (
     data_url_bytes,
     data_url_frames,
@@ -36,7 +35,6 @@ from ostinato.runtime.types.images import (
 from ostinato.runtime.video.video_inputs import (
     VideoContent,
     check_sampling,
-    max_video_bytes,
     prepare_video,
 )
 from ostinato.runtime.video.video_sources import VideoSource
@@ -256,7 +254,7 @@ def _video(
     max_tokens: int,
 ) -> PreparedImages:
     """The pairs of a video."""
-    max_bytes = max_video_bytes(limits.video)
+    max_bytes = most_bytes(limits.video)
     content: VideoContent
     if source.frames is not None:
         content = source.frames
@@ -287,9 +285,9 @@ def _sound(
     elif source.file is not None:
         content = source.file
     elif source.base64 is not None:
-        content = input_audio_bytes(source.base64, max_audio_bytes(limits.audio), name)
+        content = input_audio_bytes(source.base64, most_bytes(limits.audio), name)
     elif is_data_url(source.url):
-        max_bytes = max_audio_bytes(limits.audio)
+        max_bytes = most_bytes(limits.audio)
         content = data_url_bytes(source.url, max_bytes, name, MediaKind.sound)
     else:
         content = fetched[source.url]

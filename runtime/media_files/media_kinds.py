@@ -1,10 +1,14 @@
-"""`MediaKind`: what stands in a prompt besides text."""
+"""`MediaKind`: what stands in a prompt besides text, and the size of its files."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ("MediaKind",)
+from ostinato.conf.sections.audio_schema import AudioConfig
+from ostinato.conf.sections.images_schema import ImagesConfig
+from ostinato.conf.sections.video_schema import VideoConfig
+
+__all__ = ("MediaKind", "most_bytes")
 
 
 class MediaKind(StrEnum):
@@ -22,3 +26,8 @@ class MediaKind(StrEnum):
     def counted(self, number: int) -> str:
         """Such as `1 sound` and `2 sounds`."""
         return f"{number} {self.value}{'' if number == 1 else 's'}"
+
+
+def most_bytes(config: ImagesConfig | VideoConfig | AudioConfig) -> int:
+    """The most bytes of one encoded file."""
+    return int(config.max_mib * (1 << 20))

@@ -10,6 +10,7 @@ from ostinato.conf.sections.video_schema import VideoConfig
 from ostinato.models.vision.image_spec import ImageSpec
 from ostinato.models.vision.video_spec import VideoSpec
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.media_kinds import most_bytes
 from ostinato.runtime.media_files.pyav import has_av, import_av
 from ostinato.runtime.types.images import PreparedImages
 from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames
@@ -17,7 +18,6 @@ from ostinato.runtime.video.video_sources import FrameSampling, GivenFrames
 __all__ = (
     "VideoContent",
     "check_sampling",
-    "max_video_bytes",
     "max_video_memory",
     "preload_videos",
     "prepare_video",
@@ -42,11 +42,6 @@ def preload_videos() -> None:
         import_av()
 
 
-def max_video_bytes(config: VideoConfig) -> int:
-    """The most bytes of one encoded video."""
-    return int(config.max_mib * (1 << 20))
-
-
 def max_video_memory(images: ImagesConfig, config: VideoConfig) -> int:
     """Bytes of memory that `prepare_video` takes at most, besides its result and the imports.
 
@@ -59,7 +54,7 @@ def max_video_memory(images: ImagesConfig, config: VideoConfig) -> int:
     decoder = _LARGE_FRAMES * most + _SMALL_FRAMES * min(most, _SMALL_PIXELS)
     return (
         _CODE_BYTES
-        + max_video_bytes(config)
+        + most_bytes(config)
         + _BYTES_PER_DECODED_PIXEL * decoder
         + _BYTES_PER_RGB_PIXEL * most
     )
@@ -139,7 +134,7 @@ def prepare_video(
         return given_pairs(content, needs)
     if isinstance(content, list):
         return jpeg_pairs(content, sampling, needs)
-    max_bytes = max_video_bytes(config)
+    max_bytes = most_bytes(config)
     data = _content(content, max_bytes, name) if isinstance(content, Path) else content
     return file_pairs(data, sampling, max_bytes, needs)
 

@@ -11,12 +11,12 @@ from transformers import WhisperFeatureExtractor
 
 from ostinato.conf.sections.audio_schema import AudioConfig
 from ostinato.runtime.audio.audio_inputs import (
-    max_audio_bytes,
     max_audio_memory,
     prepare_audio,
     prepare_samples,
 )
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.media_files.media_kinds import most_bytes
 from ostinato.runtime.types.audio import audio_digest
 from tests.arch.tree import ROOT
 from tests.runtime.audio.audio_files import RATE, audio_spec, encode, tone
@@ -79,7 +79,7 @@ def test_the_limits_are_those_of_the_configuration(config: AudioConfig, code: st
     with pytest.raises(InvalidRequestError) as caught:
         prepare_audio(data, audio_spec(), config, param="speech")
     assert (caught.value.param, caught.value.code) == ("speech", code)
-    assert max_audio_bytes(config) == int(config.max_mib * 1024 * 1024)
+    assert most_bytes(config) == int(config.max_mib * 1024 * 1024)
 
 
 def test_the_memory_is_that_which_is_stated():
