@@ -53,13 +53,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-class UnavailableError(EngineError):
+class RetryLaterError(EngineError):
     """The server cannot take or finish a request now. A later try can succeed.
 
     Args:
         message: describes the state of the server.
-        code: `starting`, `restarting`, `shutting_down`, `engine_dead`, `engine_silent`,
-            `helper_process` or `aborted`.
+        code: the code of the error.
         retry_after_s: seconds for the `Retry-After` header.
     """
 
@@ -69,19 +68,19 @@ class UnavailableError(EngineError):
         self.retry_after_s = retry_after_s
 
 
-class OverloadedError(EngineError):
-    """A limit on queued or running requests is reached. A later try can succeed.
+class UnavailableError(RetryLaterError):
+    """The server starts, ends or has failed.
 
-    Args:
-        message: the limit and the present value.
-        code: `queue_full` or `too_many_requests`.
-        retry_after_s: seconds for the `Retry-After` header.
+    The code is `starting`, `restarting`, `shutting_down`, `engine_dead`, `engine_silent`,
+    `helper_process` or `aborted`.
     """
 
-    def __init__(self, message: str, *, code: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.code = code
-        self.retry_after_s = retry_after_s
+
+class OverloadedError(RetryLaterError):
+    """A limit on queued or running requests is reached; the message has it and the present value.
+
+    The code is `queue_full` or `too_many_requests`.
+    """
 
 
 class ClientGoneError(Exception):
@@ -108,7 +107,7 @@ def error_body(error: Exception) -> ErrorBody:
     message, param, code = str(error), None, "engine_error"
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code or "invalid_value"
-    elif isinstance(error, UnavailableError | OverloadedError):
+    elif isinstance(error, RetryLaterError):
         code = error.code
     elif isinstance(error, DeadlineError):
         code = "deadline_exceeded"
@@ -165,7 +164,7 @@ def error_response(error: Exception, request: Request[Any, Any, Any]) -> Respons
     if request.url.path.startswith(ANTHROPIC_PATHS):
         body = typed_error_body(error, request_id_of(request.scope))
     headers = {}
-    if isinstance(error, UnavailableError | OverloadedError):
+    if isinstance(error, RetryLaterError):
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, HelperProcessError):
         headers["Retry-After"] = "5"
