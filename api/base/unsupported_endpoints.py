@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
+__all__ = ("INSTEAD", "hint_for")
 
-__all__ = ("hint_for", "replacements")
-
-_INSTEAD = {
+INSTEAD = {
     "/classify": "/v1/score or /v1/rerank",
     "/embeddings": "/v1/embeddings",
     "/flush_cache": "/reset_prefix_cache",
@@ -52,13 +50,8 @@ def hint_for(path: str) -> str | None:
     None for an unknown path.
     """
     path = path.rstrip("/")
-    if path in _INSTEAD:
-        return f"use {_INSTEAD[path]}"
+    if path in INSTEAD:
+        return f"use {INSTEAD[path]}"
     if path in _MISSING_FEATURES:
         return f"it needs {_MISSING_FEATURES[path]}, which this server does not have"
     return None
-
-
-def replacements() -> set[str]:
-    """The paths that the hints name."""
-    return {path for text in _INSTEAD.values() for path in re.findall(r"/[\w/]+", text)}
