@@ -96,6 +96,18 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         plain(logit_bias={"7": -100.1}),
         "logit_bias",
     ),
+    "tokens of logit_bias": (
+        COMPLETIONS,
+        plain(logit_bias={str(index): 1 for index in range(1024)}),
+        plain(logit_bias={str(index): 1 for index in range(1025)}),
+        "logit_bias",
+    ),
+    "stop_token_ids": (
+        COMPLETIONS,
+        plain(stop_token_ids=list(range(1024))),
+        plain(stop_token_ids=list(range(1025))),
+        "stop_token_ids",
+    ),
     "bad_words": (
         COMPLETIONS,
         plain(bad_words=["no"] * 256),
