@@ -34,6 +34,7 @@ from ostinato.ops.register import define_alias
 
 __all__ = (
     "NativeLibrary",
+    "complete_core",
     "core_library",
     "kernel_address",
     "load",
@@ -153,6 +154,20 @@ def load_core(part: str) -> None:
         NativeBuildError: it cannot be built, or does not load.
     """
     if (part, "ostinato") not in _loaded:
+        load("core")
+
+
+def complete_core(dtype: torch.dtype) -> None:
+    """Load the library "core" if a part of it is loaded that has no kernels for this dtype.
+
+    An earlier model of the process can have loaded the part. Its kernels replaced the plain ones,
+    also for a model that loads no kernels.
+
+    Raises:
+        NativeBuildError: it cannot be built, or does not load.
+    """
+    own = f"core-{str(dtype).removeprefix('torch.')}"
+    if any(not part.startswith(own) for part, _ in _parts_of("core", "ostinato")):
         load("core")
 
 

@@ -179,6 +179,8 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
         if source.weights.uses_cpu_kernels or plan.backend == "cpu":
             with phase("native kernels"):
                 _load_kernels(plan)
+        else:
+            native.complete_core(source.dtype)
         with phase("weights"), torch.inference_mode():
             if config.model.load_format is LoadFormat.dummy:
                 import_rest()  # `torch.Generator` needs it
@@ -210,7 +212,7 @@ def _suffices(part: str, plan: EnginePlan) -> bool:
     source = plan.source
     config = source.config
     return (
-        part == f"core-{str(source.dtype).removeprefix('torch.')}"
+        part.removesuffix("-compressed") == f"core-{str(source.dtype).removeprefix('torch.')}"
         and source.cache_dtype is source.dtype
         and config.kind is DECODER
         and config.moe is None

@@ -362,7 +362,11 @@ except ValueError as error:
     print(error)
 before = results()
 assert library.kernel_address("rms_norm") == address, "packing needs no other kernels"
+library.complete_core(torch.bfloat16)
+assert library.kernel_address("rms_norm") == address, "the part has kernels of this dtype"
 adopt("core", detect_isa(), Path(sys.argv[2]).read_bytes())
+library.complete_core(torch.float32)
+assert library.kernel_address("rms_norm") != address
 whole = library.load_part("core-float32")
 assert whole is library.load("core") is library.load_part("core-bfloat16")
 assert library.kernel_address("rms_norm") != address
