@@ -35,6 +35,7 @@ from ostinato.ops.register import register_op
 
 __all__ = (
     "TILE_MEANS",
+    "compressed_moe_linear",
     "moe_linear",
     "packed_moe_linear",
     "quantized_moe_linear",
