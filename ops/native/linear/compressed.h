@@ -197,7 +197,7 @@ class PanelReader {
 
   // Widens a chunk to its units in the order of layout.h, and prefetches. Chunks are widened in ascending order; between
   // them, all that have exceptions are widened.
-  OSTINATO_INLINE void widen_chunk(int64_t index, uint32_t* units) {
+  [[gnu::noinline]] void widen_chunk(int64_t index, uint32_t* units) {
     const uint8_t* pair = chunk(index);
     for (int step = 0; step < kChunkSteps; step += 2, pair += kStepPairBytes) {
       for (int line = 0; line < 3; ++line) __builtin_prefetch(pair + kCompressedFetch + line * 64, 0, 2);
