@@ -38,7 +38,7 @@ class ExpertLinear(LinearBase):
         super().__init__(in_features, outputs, options, bias=bias)
         self.experts = Span.of(experts)
         self.is_reversed = is_reversed
-        self._of_any_size: dict[str, dict[int, Tensor]] = {}  # by parameter, by expert
+        self._unjoined: dict[int, Tensor] = {}  # parameters of any size, by expert
 
     @property
     def stacking(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class ExpertLinear(LinearBase):
     def _weights_of(self, expert: int) -> dict[str, Tensor]:
         joined = self.method.of_any_size
         return {
-            name: tensor if name in joined else tensor[expert]
+            name: tensor if name == joined else tensor[expert]
             for name, tensor in self.weights.items()
         }
 
@@ -86,14 +86,12 @@ class ExpertLinear(LinearBase):
         return super()._bias_of(expert)[expert]
 
     def _replace(self, name: str, tensor: Tensor, expert: int) -> None:
-        if name in self.method.of_any_size:
-            parts = self._of_any_size.setdefault(name, {})
-            parts[expert] = tensor
-            if len(parts) == self.experts.size:
-                del self._of_any_size[name]
-                in_order = [parts[each] for each in range(self.experts.size)]
-                joined = self.method.join_experts(name, self.weights, in_order)
-                super()._replace(name, joined, 0)
+        if name == self.method.of_any_size:
+            self._unjoined[expert] = tensor
+            if len(self._unjoined) == self.experts.size:
+                parts = [self._unjoined[each] for each in range(self.experts.size)]
+                self._unjoined = {}
+                super()._replace(name, self.method.join_experts(self.weights, parts), 0)
             return
         place: Tensor = getattr(self, name)[expert]
         if tensor.data_ptr() != place.data_ptr():

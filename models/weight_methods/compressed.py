@@ -39,7 +39,7 @@ _LOOSE = "values of row "
 class Compressed(Packed):
     """`weight` in panels of 32 rows; `exceptions`, whose size depends on the values."""
 
-    of_any_size: ClassVar[frozenset[str]] = frozenset({"exceptions"})
+    of_any_size: ClassVar[str | None] = "exceptions"
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Compressed(Packed):
                 run = []
         return {"weight": weight, "exceptions": join_exceptions(weight, aside)}
 
-    def join_experts(self, name: str, weights: Mapping[str, Tensor], parts: list[Tensor]) -> Tensor:
+    def join_experts(self, weights: Mapping[str, Tensor], parts: list[Tensor]) -> Tensor:
         return join_experts(weights["weight"], parts)
 
     def apply(

@@ -183,8 +183,8 @@ class WeightMethod(ABC):
     is_quantized: ClassVar[bool] = False  # the parameters are rounded values
     # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
-    # Parameters whose size depends on the values. `join_experts` makes one for all experts.
-    of_any_size: ClassVar[frozenset[str]] = frozenset()
+    # The parameter whose size depends on the values. `join_experts` makes one for all experts.
+    of_any_size: ClassVar[str | None] = None
 
     @property
     @abstractmethod
@@ -298,15 +298,14 @@ class WeightMethod(ABC):
             NativeBuildError: the kernels cannot be built on this machine.
         """
 
-    def join_experts(self, name: str, weights: Mapping[str, Tensor], parts: list[Tensor]) -> Tensor:
-        """One parameter for all experts, of their parameters of any size.
+    def join_experts(self, weights: Mapping[str, Tensor], parts: list[Tensor]) -> Tensor:
+        """The parameter `of_any_size` for all experts.
 
         Args:
-            name: the parameter, one of `of_any_size`.
             weights: the experts' other parameters [experts, ...]. They may be changed.
             parts: the parameter of each expert.
         """
-        raise NotImplementedError(f"weights as {self.name} have no parameter of any size")
+        return torch.cat(parts)
 
     @abstractmethod
     def apply(

@@ -120,21 +120,16 @@ def join_exceptions(compressed: Tensor, parts: dict[int, Tensor]) -> Tensor:
     """
     first_rows = sorted(parts)
     panels = compressed.tensor_split([row // PANEL for row in first_rows[1:]])
-    return _joined(panels, [parts[row] for row in first_rows])
+    return join_experts(panels, [parts[row] for row in first_rows])
 
 
-def join_experts(compressed: Tensor, parts: list[Tensor]) -> Tensor:
+def join_experts(compressed: Iterable[Tensor], parts: list[Tensor]) -> Tensor:
     """The exceptions of several matrices. Changes the headers in `compressed` accordingly.
 
     Args:
-        compressed: [experts, ...], the compressed matrices.
+        compressed: the compressed matrices, such as [experts, ...].
         parts: the exceptions of each.
     """
-    return _joined(compressed, parts)
-
-
-def _joined(compressed: Iterable[Tensor], parts: list[Tensor]) -> Tensor:
-    """The exceptions of panels, in one tensor; moves the offsets in the headers of the panels."""
     before = 0
     for panels, exceptions in zip(compressed, parts, strict=True):
         panels[:, :_HEADER_BYTES].view(torch.int64)[:, _OFFSET.start // 8] += before

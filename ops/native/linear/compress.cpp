@@ -138,12 +138,14 @@ void compress_linear(Call& call) {
                      first_row + weight.sizes[0] <= compressed.sizes[0] * kPanel,
                  "rows ", first_row, " to ", first_row + weight.sizes[0], " must begin a panel of 32 rows, and fit into ",
                  compressed.dim > 0 ? compressed.sizes[0] : 0, " panels");
-  const int64_t steps = ceil_divide(in_features, 2), whole_steps = ceil_divide(steps, kChunkSteps) * kChunkSteps;
-  const int64_t panel_bytes = static_cast<int64_t>(sizeof(PanelHeader)) + whole_steps / 2 * kStepPairBytes;
+  const int64_t steps = ceil_divide(in_features, 2);
+  const CompressedWeight layout(compressed.as<uint8_t>(), nullptr, compressed.sizes[0], steps);
+  const int64_t whole_steps = layout.chunks() * kChunkSteps, panel_bytes = layout.panel_bytes();
   OSTINATO_CHECK(compressed.dtype == DType::uint8 && compressed.sizes[1] == panel_bytes &&
                      compressed.strides[1] == 1 && (compressed.sizes[0] <= 1 || compressed.strides[0] == panel_bytes),
                  "compressed must be a contiguous uint8 matrix with ", panel_bytes, " bytes in a row");
-  const int64_t first_panel = first_row / kPanel, panels = ceil_divide(weight.sizes[0], kPanel);
+  const int64_t panels = ceil_divide(weight.sizes[0], kPanel);
+  const auto panel_at = [&](int64_t panel) { return compressed.as<uint8_t>() + (first_row / kPanel + panel) * panel_bytes; };
   const int workers = workers_for(call.threads(), panels * whole_steps * kPanel * 4, panels);
   std::vector<std::vector<uint8_t>> aside(workers);
   const auto first_of = [&](int64_t worker) { return panels * worker / workers; };
@@ -157,14 +159,13 @@ void compress_linear(Call& call) {
       std::memset(packed.get() + in_features / 2 * kPanel, 0, (units - in_features / 2 * kPanel) * 4);
       pack_columns(weight.as<char>() + row * weight.strides[0] * 2, weight.strides[0] * 2, columns, in_features * 2, steps,
                    packed.get());
-      compress_panel(packed.get(), whole_steps, compressed.as<uint8_t>() + (first_panel + panel) * panel_bytes,
-                     aside[worker]);
+      compress_panel(packed.get(), whole_steps, panel_at(panel), aside[worker]);
     }
   });
   uint64_t total = 0;
   for (int worker = 0; worker < workers; total += aside[worker++].size()) {
     for (int64_t panel = first_of(worker); panel < first_of(worker + 1); ++panel) {
-      reinterpret_cast<PanelHeader*>(compressed.as<uint8_t>() + (first_panel + panel) * panel_bytes)->offset += total;
+      reinterpret_cast<PanelHeader*>(panel_at(panel))->offset += total;
     }
   }
   const int64_t sizes[] = {std::max<int64_t>(static_cast<int64_t>(total), 64)};
