@@ -13,6 +13,7 @@ __all__ = (
     "HFConfig",
     "architecture_of",
     "read_cap",
+    "read_count",
     "read_first",
     "read_flag",
     "read_integer",
@@ -29,6 +30,8 @@ __all__ = (
 
 HFConfig = Mapping[str, Any]
 """A config.json as parsed."""
+
+_MOST_PARTS = 10_000
 
 
 def architecture_of(hf_config: HFConfig) -> str:
@@ -107,6 +110,20 @@ def read_integer(
         raise ValueError(
             f"config.json: {key} must be an integer of at least {at_least}, got {value!r}"
         )
+    return value
+
+
+def read_count(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
+    """`read_integer` for a number of layers or experts, of which each is built.
+
+    Raises:
+        ValueError: as `read_integer`, and if the number is above 10,000. Building so many parts
+            would not end.
+    """
+    value = read_integer(hf_config, *keys, default=default)
+    if value > _MOST_PARTS:
+        key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
+        raise ValueError(f"config.json: {key} must be at most {_MOST_PARTS}, got {value}")
     return value
 
 

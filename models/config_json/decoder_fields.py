@@ -12,6 +12,7 @@ from ostinato.models.config.block_spec import BlockSpec
 from ostinato.models.config.hf_fields import (
     HFConfig,
     architecture_of,
+    read_count,
     read_flag,
     read_integer,
     read_number,
@@ -83,7 +84,7 @@ def read_decoder_config(
     """
     refuse_other_values(hf_config, MUST_BE)
     hidden_size = read_integer(hf_config, *keys.hidden_size)
-    num_layers = read_integer(hf_config, *keys.num_layers)
+    num_layers = read_count(hf_config, *keys.num_layers)
     num_heads = read_integer(hf_config, *keys.num_heads)
     num_kv_heads = read_integer(hf_config, *keys.num_kv_heads, default=num_heads)
     head_dim = read_head_dim(hf_config, hidden_size, num_heads)

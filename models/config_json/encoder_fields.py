@@ -5,6 +5,7 @@ from __future__ import annotations
 from ostinato.models.config.hf_fields import (
     HFConfig,
     architecture_of,
+    read_count,
     read_integer,
     read_name,
     read_number,
@@ -43,7 +44,7 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
     refuse_other_values(hf_config, _MUST_BE)
     hidden_size = read_integer(hf_config, "hidden_size")
     num_heads = read_integer(hf_config, "num_attention_heads")
-    num_layers = read_integer(hf_config, "num_hidden_layers")
+    num_layers = read_count(hf_config, "num_hidden_layers")
     if hidden_size % num_heads:
         raise ValueError(
             f"config.json: hidden_size={hidden_size} is not a multiple of "

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ostinato.models.config.hf_fields import HFConfig, read_flag, read_integer, refuse_other_kinds
+from ostinato.models.config.hf_fields import (
+    HFConfig,
+    read_count,
+    read_flag,
+    read_integer,
+    refuse_other_kinds,
+)
 
 __all__ = (
     "WindowRule",
@@ -73,7 +79,7 @@ def layer_types_where(
     """
     if hf_config.get("layer_types") is not None:
         return {}
-    layers = range(read_integer(hf_config, "num_hidden_layers"))
+    layers = range(read_count(hf_config, "num_hidden_layers"))
     return {"layer_types": [_WINDOW if has_window(layer) else _FULL for layer in layers]}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ostinato.models.config.hf_fields import (
     HFConfig,
+    read_count,
     read_flag,
     read_integer,
     read_layers,
@@ -45,7 +46,7 @@ def read_route(
         ValueError: a number is missing or does not fit the others; the text names its key.
     """
     key = next((key for key in _NUM_EXPERTS if hf_config.get(key) is not None), _NUM_EXPERTS[0])
-    num_experts = read_integer(hf_config, key)
+    num_experts = read_count(hf_config, key)
     top_k = read_integer(hf_config, "num_experts_per_tok")
     num_groups = top_groups = 1
     if group_top is not None:

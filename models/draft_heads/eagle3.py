@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, DecoderLayer
 from ostinato.models.config.head_spec import HeadSpec
-from ostinato.models.config.hf_fields import HFConfig, architecture_of, read_flag, read_integer
+from ostinato.models.config.hf_fields import (
+    HFConfig,
+    architecture_of,
+    read_count,
+    read_flag,
+    read_integer,
+)
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import read_decoder_config
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
@@ -219,7 +225,7 @@ def read_head_config(hf_config: HFConfig) -> ModelConfig:
         ),
         aux_layers=layers,
         num_aux_layers=3 if layers is None else len(layers),
-        target_num_layers=None if hf_config.get(depth) is None else read_integer(hf_config, depth),
+        target_num_layers=None if hf_config.get(depth) is None else read_count(hf_config, depth),
         draft_vocab_size=read_integer(hf_config, "draft_vocab_size", default=config.vocab_size),
         norm_before_residual=read_flag(hf_config, "norm_before_residual", False),
     )

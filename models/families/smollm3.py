@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ostinato.models.config.hf_fields import HFConfig, read_integer
+from ostinato.models.config.hf_fields import HFConfig, read_count
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.config_json.layer_windows import layer_types_where, switched_windows
@@ -23,7 +23,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        kinds = read_rope_kinds(hf_config, read_integer(hf_config, "num_hidden_layers"))
+        kinds = read_rope_kinds(hf_config, read_count(hf_config, "num_hidden_layers"))
         windowed = layer_types_where(hf_config, lambda layer: kinds[layer] is None)
         config = read_decoder_config({**hf_config, **windowed}, generation_config, _KEYS)
         return replace(config, rope_kinds=kinds)

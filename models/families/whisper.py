@@ -7,7 +7,7 @@ from dataclasses import replace
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.audio_config import AudioEncoderConfig
 from ostinato.models.config.block_spec import BlockSpec, NormKind
-from ostinato.models.config.hf_fields import HFConfig, read_integer, refuse_other_values
+from ostinato.models.config.hf_fields import HFConfig, read_count, read_integer, refuse_other_values
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config_json.decoder_fields import DecoderKeys, read_decoder_config
 from ostinato.models.decoder import Decoder
@@ -83,7 +83,7 @@ class WhisperForConditionalGeneration(Decoder):
             num_positions=read_integer(hf_config, "max_source_positions", default=1500),
             hidden_size=config.hidden_size,
             intermediate_size=read_integer(hf_config, "encoder_ffn_dim"),
-            num_layers=read_integer(hf_config, "encoder_layers"),
+            num_layers=read_count(hf_config, "encoder_layers"),
             num_heads=read_integer(hf_config, "encoder_attention_heads"),
             activation=config.activation,
             norm_eps=config.norm_eps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -255,3 +256,37 @@ def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shap
         assert torch.equal(out, whole[span])
     assert torch.equal(known(k_cache), known(k_whole))
     assert torch.equal(known(v_cache), known(v_whole))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "extras"),
+    all_combinations(
+        LEVELS,
+        DTYPES,
+        ({}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}),
+        rare=SLOW_LEVELS,
+    ),
+    indirect=["level"],
+    ids=str,
+)
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_nan_stays_nan_in_the_rows_that_see_it(
+    level: LevelBackend, dtype: torch.dtype, extras: dict[str, Any], side: str
+) -> None:
+    """A query or a key that is not a number, in decode steps and within prompts."""
+    shape = Shape(dtype=dtype, head_dim=64, **extras)
+    step = make_step(MIXED, shape)
+    expected, _, _ = run(level, step, shape)
+    group = shape.num_heads // shape.num_kv_heads
+    has_nan = torch.zeros(expected.shape[:2], dtype=torch.bool)
+    changed = getattr(step, side).clone()
+    for begin, end in pairwise(step.metadata.query_start_loc.tolist()):
+        token = (begin + end) // 2
+        changed[token, 1, 5] = float("nan")
+        if side == "q":
+            has_nan[token, 1] = True
+        else:
+            has_nan[token:end, group : 2 * group] = True
+    out, _, _ = run(level, step._replace(**{side: changed}), shape)
+    assert torch.equal(out.isnan().all(2), has_nan)
+    assert torch.equal(out[~has_nan], expected[~has_nan])

@@ -13,6 +13,7 @@ from ostinato.models.config_json.torch_fields import read_activation
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
+    tower_count,
     tower_fields,
     tower_integer,
 )
@@ -41,7 +42,7 @@ def read_gemma3_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         output_size=output_size,
         hidden_size=tower_integer(fields, "hidden_size", 768),
         intermediate_size=tower_integer(fields, "intermediate_size", 3072),
-        num_layers=tower_integer(fields, "num_hidden_layers", 12),
+        num_layers=tower_count(fields, "num_hidden_layers", 12),
         num_heads=tower_integer(fields, "num_attention_heads", 12),
         activation=read_activation(fields, PLACE + "hidden_act", "gelu_pytorch_tanh"),
         norm_eps=read_number(fields, PLACE + "layer_norm_eps", 1e-6, at_least=0),

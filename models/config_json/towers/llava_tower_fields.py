@@ -16,6 +16,7 @@ from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
     feature_layers,
+    tower_count,
     tower_fields,
     tower_integer,
 )
@@ -54,7 +55,7 @@ def read_llava_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
     kind = _LLAVA_KINDS[name]
     refuse_other_values(fields, {PLACE + "num_channels": 3})
     is_clip = kind is TowerKind.clip
-    num_layers = tower_integer(fields, "num_hidden_layers", 12)
+    num_layers = tower_count(fields, "num_hidden_layers", 12)
     strategy = read_feature_strategy(hf_config)
     image_size, patch_size = (
         tower_integer(fields, "image_size", 224),

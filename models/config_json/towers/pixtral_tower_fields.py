@@ -19,6 +19,7 @@ from ostinato.models.config_json.towers.tower_fields import (
     checked_tower,
     feature_layers,
     spatial_theta,
+    tower_count,
     tower_fields,
     tower_integer,
 )
@@ -107,7 +108,7 @@ def _read_shared(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hidden_size": tower_integer(fields, "hidden_size", 1024),
         "intermediate_size": tower_integer(fields, "intermediate_size", 4096),
-        "num_layers": tower_integer(fields, "num_hidden_layers", 24),
+        "num_layers": tower_count(fields, "num_hidden_layers", 24),
         "num_heads": tower_integer(fields, "num_attention_heads", 16),
         "activation": read_activation(fields, PLACE + "hidden_act", "gelu"),
         "norm_eps": _NORM_EPS,

@@ -13,6 +13,7 @@ from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
     spatial_theta,
+    tower_count,
     tower_fields,
     tower_integer,
     tower_integers,
@@ -161,7 +162,7 @@ def _qwen_fields(
         )
     return {
         "output_size": output_size,
-        "num_layers": tower_integer(fields, "depth", depth),
+        "num_layers": tower_count(fields, "depth", depth),
         "num_heads": tower_integer(fields, "num_heads", 16),
         "norm_eps": _QWEN_EPS,
         "patch_size": tower_integer(fields, "patch_size", patch_size),

@@ -16,6 +16,7 @@ from ostinato.models.config_json.torch_fields import read_activation
 from ostinato.models.config_json.towers.tower_fields import (
     PLACE,
     checked_tower,
+    tower_count,
     tower_fields,
     tower_integer,
 )
@@ -40,7 +41,7 @@ def read_intern_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
     refuse_other_values(fields, {PLACE + "num_channels": 3})
     refuse_other_values(hf_config, {"vision_feature_select_strategy": "default"})
     norm = read_name(fields, PLACE + "norm_type", _NORMS, "layer_norm")
-    num_layers = tower_integer(fields, "num_hidden_layers", 24)
+    num_layers = tower_count(fields, "num_hidden_layers", 24)
     layer = hf_config.get("vision_feature_layer", -1)
     if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
         raise ValueError(
@@ -97,7 +98,7 @@ def read_idefics_vision(hf_config: HFConfig, output_size: int) -> VisionConfig:
         output_size=output_size,
         hidden_size=tower_integer(fields, "hidden_size", 1152),
         intermediate_size=tower_integer(fields, "intermediate_size", 3072),
-        num_layers=tower_integer(fields, "num_hidden_layers", 12),
+        num_layers=tower_count(fields, "num_hidden_layers", 12),
         num_heads=tower_integer(fields, "num_attention_heads", 16),
         activation=read_activation(fields, PLACE + "hidden_act", "gelu_pytorch_tanh"),
         norm_eps=read_number(fields, PLACE + "layer_norm_eps", 1e-6, at_least=0),

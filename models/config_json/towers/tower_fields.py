@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ostinato.models.config.hf_fields import HFConfig, read_integer, read_number, read_object
+from ostinato.models.config.hf_fields import (
+    HFConfig,
+    read_count,
+    read_integer,
+    read_number,
+    read_object,
+)
 from ostinato.models.config.vision_config import VisionConfig
 
 __all__ = (
@@ -16,6 +22,7 @@ __all__ = (
     "checked_tower",
     "feature_layers",
     "spatial_theta",
+    "tower_count",
     "tower_fields",
     "tower_integer",
     "tower_integers",
@@ -34,6 +41,11 @@ def tower_fields(hf_config: HFConfig, default: Mapping[str, Any] | None = None) 
 
 def tower_integer(fields: Mapping[str, Any], key: str, default: int) -> int:
     return read_integer(fields, PLACE + key, default=default)
+
+
+def tower_count(fields: Mapping[str, Any], key: str, default: int) -> int:
+    """A number of layers."""
+    return read_count(fields, PLACE + key, default=default)
 
 
 def tower_integers(key: str, stated: object) -> tuple[int, ...]:

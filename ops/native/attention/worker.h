@@ -393,8 +393,8 @@ class Worker {
       const int64_t head = kv_head * p_.group + r % p_.group;
       const int64_t offset = (token * p_.num_heads + head) * p_.value_dim;
       const float factor = p_.sinks != nullptr         ? factor_with_sink(p_.sinks[head], state.maximum[r], state.total[r])
-                           : state.total[r] > 0.0f ? 1.0f / state.total[r]
-                                                   : 0.0f;
+                           : state.total[r] == 0.0f ? 0.0f  // no key is seen
+                                                    : 1.0f / state.total[r];
       write_output_row(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.value_dim,
                        reinterpret_cast<T*>(p_.out) + offset);
     }

@@ -415,12 +415,12 @@ OSTINATO_INLINE void fence_lines() {
 
 // ---- built from the above --------------------------------------------------------------------------------
 
-// 2 ** x for x <= 120. The relative error is below 2e-7 from -126 on. The result is exactly 1 at 0, and exactly 0 below
+// 2 ** x for x <= 120; NaN for NaN. The relative error is below 2e-7 from -126 on. The result is exactly 1 at 0, and exactly 0 below
 // -126 (-127 without AVX-512). A subnormal result would take the processor a hundred cycles. The polynomial is the
 // minimax one of degree 5 on [-0.5, 0.5] with its constant term fixed to 1.
 OSTINATO_INLINE F32 exp2(F32 x) {
 #if OSTINATO_ISA < 2
-  x = max(x, broadcast(-127.0f));
+  x = max(broadcast(-127.0f), x);  // the second argument if it is NaN
 #endif
   const F32 n = round_to_integer(x);
   const F32 f = x - n;
@@ -431,16 +431,16 @@ OSTINATO_INLINE F32 exp2(F32 x) {
   p = fma(p, f, broadcast(0x1.62e42ap-1f));
   p = fma(p, f, broadcast(1.0f));
 #if OSTINATO_ISA >= 2
-  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), p.v, n.v)};
+  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p.v, n.v)};
 #else
   return scale_by_power(p, n);
 #endif
 }
 
-// tanh(x), absolute error below 3e-7.
+// tanh(x), absolute error below 3e-7; NaN for NaN.
 OSTINATO_INLINE F32 tanh(F32 x) {
   const F32 limit = broadcast(20.0f);  // tanh is 1 in float from there on
-  const F32 clamped = max(min(x, limit), broadcast(-20.0f));
+  const F32 clamped = max(broadcast(-20.0f), min(limit, x));
   const F32 e = exp2(clamped * broadcast(2.885390082f));  // exp(2 x)
   return broadcast(1.0f) - broadcast(2.0f) / (e + broadcast(1.0f));
 }

@@ -14,7 +14,7 @@ namespace ostinato::activation {
 constexpr float kLog2E = 1.442695041f;
 
 OSTINATO_INLINE F32 sigmoid(F32 x) {
-  const F32 exponent = min(x * broadcast(-kLog2E), broadcast(120.0f));  // the largest argument of exp2
+  const F32 exponent = min(broadcast(120.0f), x * broadcast(-kLog2E));  // the largest argument of exp2
   return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
 }
 
@@ -65,9 +65,7 @@ inline void activate(Activation kind, float* x, int64_t count) {
       });
     case Activation::sigmoid:
       return apply(x, count, [](F32 x) {
-        // The result is 0 or 1 beyond these limits. exp2 does not keep NaN at all levels; the difference is NaN or 0.
-        const F32 limited = min(broadcast(200.0f), max(broadcast(-200.0f), x));
-        return sigmoid(limited) + (limited - limited);
+        return sigmoid(min(broadcast(200.0f), max(broadcast(-200.0f), x)));  // 0 or 1 beyond these limits
       });
   }
 }

@@ -7,8 +7,6 @@
 namespace ostinato::elementwise {
 namespace {
 
-constexpr int kMaxHeadDim = 1024;
-
 // Calls kernel(T{}, W{}) with the element types of rows and of a norm's weight: that of the rows, or float.
 template <class Kernel>
 void with_elements(DType dtype, DType weight, const Kernel& kernel) {
@@ -184,34 +182,39 @@ void layer_norm(Call& call) {
 
 // ---- rotary embedding ------------------------------------------------------------------------------------
 
-// One head: normalised when there is a weight, its first 2 * half elements rotated, the others kept.
-template <class T, class Weight>
-void rotate_head(const T* x, const Weight* weight, float eps, int64_t head_dim, const float* cos, const float* sin,
-                 int64_t half, T* out) {
-  alignas(64) float head[kMaxHeadDim];
-  columns(
-      head_dim, [&](int64_t c) { store(head + c, load(x + c)); }, [&](int64_t c) { head[c] = to_float(x[c]); });
-  if (weight != nullptr) {
-    const float scale = inverse_rms(sum_squares(head, head_dim), head_dim, eps);
-    columns(
-        head_dim, [&](int64_t c) { store(head + c, load(head + c) * broadcast(scale) * load(weight + c)); },
-        [&](int64_t c) { head[c] *= scale * to_float(weight[c]); });
-  }
-  const float* second = head + half;
+// Writes a head: its first 2 * half elements rotated, the others kept. Values come from vector_at(column) and
+// single_at(column).
+template <class T, class VectorAt, class SingleAt>
+OSTINATO_INLINE void rotate_values(const VectorAt& vector_at, const SingleAt& single_at, int64_t head_dim,
+                                   const float* cos, const float* sin, int64_t half, T* out) {
   columns(
       half,
       [&](int64_t c) {
-        const F32 a = load(head + c), b = load(second + c), cosine = load(cos + c), sine = load(sin + c);
+        const F32 a = vector_at(c), b = vector_at(half + c), cosine = load(cos + c), sine = load(sin + c);
         store(out + c, a * cosine - b * sine);
         store(out + half + c, b * cosine + a * sine);
       },
       [&](int64_t c) {
-        from_float(head[c] * cos[c] - second[c] * sin[c], out + c);
-        from_float(second[c] * cos[c] + head[c] * sin[c], out + half + c);
+        const float a = single_at(c), b = single_at(half + c);
+        from_float(a * cos[c] - b * sin[c], out + c);
+        from_float(b * cos[c] + a * sin[c], out + half + c);
       });
   columns(
-      head_dim - 2 * half, [&](int64_t c) { store(out + 2 * half + c, load(head + 2 * half + c)); },
-      [&](int64_t c) { from_float(head[2 * half + c], out + 2 * half + c); });
+      head_dim - 2 * half, [&](int64_t c) { store(out + 2 * half + c, vector_at(2 * half + c)); },
+      [&](int64_t c) { from_float(single_at(2 * half + c), out + 2 * half + c); });
+}
+
+// The same for a head that is normalised first, if there is a weight: multiplied by `scale` and by the weight.
+template <class T, class Weight>
+void rotate_head(const T* x, const Weight* weight, float scale, int64_t head_dim, const float* cos, const float* sin,
+                 int64_t half, T* out) {
+  if (weight == nullptr) {
+    rotate_values([&](int64_t c) { return load(x + c); }, [&](int64_t c) { return to_float(x[c]); }, head_dim, cos, sin,
+                  half, out);
+  } else {
+    rotate_values([&](int64_t c) { return load(x + c) * broadcast(scale) * load(weight + c); },
+                  [&](int64_t c) { return to_float(x[c]) * scale * to_float(weight[c]); }, head_dim, cos, sin, half, out);
+  }
 }
 
 // rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int num_q_heads, float eps)
@@ -227,7 +230,6 @@ void rotate_heads(Call& call) {
   check_element(x);
   OSTINATO_CHECK(x.dim == 3 && (x.sizes[2] <= 1 || x.strides[2] == 1), "x must be [T, H, D] with contiguous heads");
   const int64_t tokens = x.sizes[0], heads = x.sizes[1], head_dim = x.sizes[2];
-  OSTINATO_CHECK(head_dim <= kMaxHeadDim, "heads must have at most 1024 elements");
   for (const Tensor& table : {cos, sin}) {
     OSTINATO_CHECK(table.dtype == DType::float32 && table.dim == 2 && table.sizes[0] == tokens &&
                        table.sizes[1] == cos.sizes[1] && 2 * table.sizes[1] <= head_dim &&
@@ -244,11 +246,22 @@ void rotate_heads(Call& call) {
   const Tensor out = call.empty(x.sizes, 3, x.dtype);
   with_elements(x.dtype, one_weight.exists() ? one_weight.dtype : x.dtype, [&]<class T, class Weight>(T, Weight) {
     for_each_row(call.threads(), tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
-      for (int64_t head = 0; head < heads; ++head) {
-        const Tensor& weight = head < num_q_heads ? q_weight : k_weight;
-        rotate_head(x.as<T>() + token * x.strides[0] + head * x.strides[1], weight.as<Weight>(), eps, head_dim,
-                    cos.as<float>() + token * cos.strides[0], sin.as<float>() + token * sin.strides[0],
-                    cos.sizes[1], out.as<T>() + (token * heads + head) * head_dim);
+      const T* row = x.as<T>() + token * x.strides[0];
+      // The scales of some heads come first: a head would wait for its own.
+      constexpr int64_t kTogether = 32;
+      float scales[kTogether];
+      for (int64_t first = 0; first < heads; first += kTogether) {
+        const int64_t last = std::min(first + kTogether, heads);
+        const auto weight_of = [&](int64_t head) { return (head < num_q_heads ? q_weight : k_weight).as<Weight>(); };
+        for (int64_t head = first; head < last; ++head) {
+          if (weight_of(head) == nullptr) continue;
+          scales[head - first] = inverse_rms(sum_squares(row + head * x.strides[1], head_dim), head_dim, eps);
+        }
+        for (int64_t head = first; head < last; ++head) {
+          rotate_head(row + head * x.strides[1], weight_of(head), scales[head - first], head_dim,
+                      cos.as<float>() + token * cos.strides[0], sin.as<float>() + token * sin.strides[0], cos.sizes[1],
+                      out.as<T>() + (token * heads + head) * head_dim);
+        }
       }
     });
   });

@@ -141,7 +141,8 @@ class Row {
   const float* chunk(int64_t c) const { return (c + 1) * kChunk <= count_ ? logits_ + c * kChunk : tail_; }
 
   F32 weight(const float* from, float inverse_temperature) const {
-    return exp2((load(from) - broadcast(most_)) * broadcast(inverse_temperature * kLog2E));
+    const F32 exponent = (load(from) - broadcast(most_)) * broadcast(inverse_temperature * kLog2E);
+    return exp2(max(exponent, broadcast(-127.0f)));  // 0 from there down, and for NaN: the second argument
   }
 
   const float* logits_;

@@ -71,3 +71,23 @@ def test_the_first_token_is_one_integer_or_none() -> None:
 def test_values_out_of_range_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read(**settings)
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [
+        (MISTRAL, "num_hidden_layers"),
+        ({"architectures": ["SmolLM3ForCausalLM"]}, "num_hidden_layers"),
+        ({"architectures": ["BertModel"]}, "num_hidden_layers"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "n_layer"),
+        ({"architectures": ["MixtralForCausalLM"], **EXPERTS}, "num_local_experts"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("number", [10_001, 1 << 31, 10**400], ids=["10001", "2**31", "10**400"])
+def test_a_number_of_parts_that_cannot_be_built(
+    base: dict[str, Any], key: str, number: int
+) -> None:
+    """Each of them would be built, so a file could make a start endless."""
+    with pytest.raises(ValueError, match=f"{key} must be at most 10000, got {number}"):
+        read(**{**base, key: number})
