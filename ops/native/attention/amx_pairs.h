@@ -32,7 +32,9 @@ struct PairTileLayout {
   static constexpr bool kHasMatrixTiles = true;
   static constexpr int kRows = 2 * amx::kTileRows;  // rows of a block
 
-  static void queries(const BFloat16* row, int head_dim, uint32_t* out) { copy_query(row, head_dim, out); }
+  static void queries(const BFloat16* row, int head_dim, uint32_t* out) {
+    std::memcpy(out, row, head_dim * sizeof(BFloat16));
+  }
 };
 
 // The matrix tiles of one worker.

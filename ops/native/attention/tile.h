@@ -265,17 +265,9 @@ inline int padded_dim(int value_dim) { return (value_dim + kPadding - 1) / kPadd
 // accumulator [padded_dim] times factor -> T [value_dim]
 template <class T>
 void write_output_row(const float* accumulator, float factor, int value_dim, T* out) {
-  int d = 0;
-  for (; d + kWidth <= value_dim; d += kWidth) store(out + d, load(accumulator + d) * broadcast(factor));
-  if (d == value_dim) return;
-  T rest[kWidth];
-  store(rest, load(accumulator + d) * broadcast(factor));
-  std::memcpy(out + d, rest, (value_dim - d) * sizeof(T));
-}
-
-// Copies a query of `head_dim` elements, a multiple of 8. A call of memcpy would take longer than the copy.
-OSTINATO_INLINE void copy_query(const BFloat16* row, int head_dim, uint32_t* out) {
-  for (int d = 0; d < head_dim; d += 8) std::memcpy(out + d / 2, row + d, 16);
+  alignas(64) T rounded[kMaxHeadDim + kWidth];
+  for (int d = 0; d < value_dim; d += kWidth) store(rounded + d, load(accumulator + d) * broadcast(factor));
+  std::memcpy(out, rounded, value_dim * sizeof(T));
 }
 
 // Queries and the softmax's weights in float32.
@@ -384,7 +376,9 @@ struct PairLayout {
   static constexpr bool kHasMatrixTiles = false;
   static constexpr int kRows = kRowBlock;
 
-  static void queries(const BFloat16* row, int head_dim, uint32_t* out) { copy_query(row, head_dim, out); }
+  static void queries(const BFloat16* row, int head_dim, uint32_t* out) {
+    std::memcpy(out, row, head_dim * sizeof(BFloat16));
+  }
 
   OSTINATO_INLINE static void weights(const F32* p, uint32_t* out) {
     for (int i = 0; i < kTile / 32; ++i) {

@@ -191,7 +191,7 @@ inline bool fetches_by_instructions() {
 // Computes the bits of `widen_to_pairs` and a tile of R rows, without storing the widened weights:
 //   sums[R][32] = x[2 * steps][R] * w
 template <int R>
-void multiply_widened(const float* x, const uint8_t* data, int64_t steps, bool fetches, float* sums) {
+void multiply_widened(const float* x, const uint8_t* data, int64_t steps, float* sums) {
   constexpr int V = kPanel / F32::width;
   F32 sum[R][V];
 #pragma GCC unroll 8
@@ -199,6 +199,7 @@ void multiply_widened(const float* x, const uint8_t* data, int64_t steps, bool f
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) sum[r][v] = broadcast(0.0f);
   }
+  const bool fetches = fetches_by_instructions();
   for (int64_t step = 0; step < steps; ++step, data += 4 * kPanel, x += 2 * R) {
     if (fetches) {
       __builtin_prefetch(data + kFetchAhead, 0, 2);
@@ -222,7 +223,7 @@ void multiply_widened(const float* x, const uint8_t* data, int64_t steps, bool f
   }
 }
 
-using MultiplyWidened = void (*)(const float* x, const uint8_t* data, int64_t steps, bool fetches, float* sums);
+using MultiplyWidened = void (*)(const float* x, const uint8_t* data, int64_t steps, float* sums);
 constexpr int kFewRows = 8;  // up to which widening weights anew for each product is faster than storing them
 
 template <int... R>
@@ -332,7 +333,7 @@ class Float8RowWorker {
 #if OSTINATO_ISA >= 3
   static bool widens_in_registers(int64_t rows) { return kIsPairs<Kind> && rows <= kFewRows; }
   static void multiply_few(const float* x, const uint8_t* data, int64_t steps, int rows, float* part) {
-    kMultiplyWidened[rows - 1](x, data, steps, fetches_by_instructions(), part);
+    kMultiplyWidened[rows - 1](x, data, steps, part);
   }
 #else
   static bool widens_in_registers(int64_t) { return false; }
