@@ -96,21 +96,27 @@ def read_first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:
 
 
 def read_integer(
-    hf_config: HFConfig, *keys: str, default: int | None = None, at_least: int = 1
+    hf_config: HFConfig,
+    *keys: str,
+    default: int | None = None,
+    at_least: int = 1,
+    at_most: int | None = None,
 ) -> int:
     """The value of the first of `keys` that is present and not null; else `default`.
 
     Raises:
-        ValueError: no key is present and the default is None, or the value is not an integer of
-            `at_least`.
+        ValueError: no key is present and the default is None, or the value is not an integer from
+            `at_least` to `at_most`.
     """
     value = read_first(hf_config, *keys, default=default)
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
-        raise ValueError(
-            f"config.json: {key} must be an integer of at least {at_least}, got {value!r}"
-        )
-    return value
+        allowed = f"an integer of at least {at_least}"
+    elif at_most is not None and value > at_most:
+        allowed = f"at most {at_most}"
+    else:
+        return value
+    key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
+    raise ValueError(f"config.json: {key} must be {allowed}, got {value!r}")
 
 
 def read_count(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
@@ -120,11 +126,7 @@ def read_count(hf_config: HFConfig, *keys: str, default: int | None = None) -> i
         ValueError: as `read_integer`, and if the number is above 10,000. Building so many parts
             would not end.
     """
-    value = read_integer(hf_config, *keys, default=default)
-    if value > _MOST_PARTS:
-        key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
-        raise ValueError(f"config.json: {key} must be at most {_MOST_PARTS}, got {value}")
-    return value
+    return read_integer(hf_config, *keys, default=default, at_most=_MOST_PARTS)
 
 
 def read_number(

@@ -5,6 +5,7 @@ Values that config.json does not state are those of the config classes in transf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ostinato.models.config.audio_config import AudioEncoderConfig, SoundConfig
@@ -21,7 +22,6 @@ from ostinato.models.config_json.torch_fields import read_activation
 __all__ = ("read_flamingo_sound", "read_qwen2_sound")
 
 _PLACE = "audio_config."
-_LAYERS = ("encoder_layers", "num_hidden_layers")
 _NORM_EPS = 1e-5  # of all norms; no config states it
 
 
@@ -68,7 +68,9 @@ def _read_encoder(hf_config: HFConfig, model_type: str) -> AudioEncoderConfig:
         num_positions=_integer(fields, "max_source_positions", default=1500),
         hidden_size=_integer(fields, "d_model", "hidden_size", default=1280),
         intermediate_size=_integer(fields, "encoder_ffn_dim", "intermediate_size", default=5120),
-        num_layers=_integer(fields, *_LAYERS, default=32),
+        num_layers=_integer(
+            fields, "encoder_layers", "num_hidden_layers", default=32, read=read_count
+        ),
         num_heads=_integer(fields, "encoder_attention_heads", "num_attention_heads", default=20),
         activation=read_activation(fields, _PLACE + "activation_function", "gelu"),
         norm_eps=_NORM_EPS,
@@ -91,10 +93,11 @@ def _fields(hf_config: HFConfig) -> dict[str, Any]:
     return {_PLACE + key: value for key, value in read_object(hf_config, "audio_config").items()}
 
 
-def _integer(fields: HFConfig, *names: str, default: int) -> int:
+def _integer(
+    fields: HFConfig, *names: str, default: int, read: Callable[..., int] = read_integer
+) -> int:
     """An integer of at least 1. The names mean the same, in both families."""
     keys = [_PLACE + name for name in names if fields.get(_PLACE + name) is not None]
-    read = read_count if names == _LAYERS else read_integer
     values = [read(fields, key) for key in keys]
     if len(set(values)) > 1:
         shown = " and ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
