@@ -159,12 +159,12 @@ class LoadRunner:
         if joules is not None and tokens:
             result.metrics["energy_per_output_token"] = Metric(joules / tokens, "J", "lower")
         result.metrics["cpu_use"] = Metric(meter.stop(), "share")
+        began_at = result.details["client"]["began_at"]
         if watch.columns["at_s"]:
-            began_at = result.details["client"]["began_at"]
             result.details["server"] = watch.columns_since(began_at)
-            steps = watch.steps_since(began_at)
-            if steps["seconds"]:
-                result.details["steps"] = steps
+        steps = watch.steps_since(began_at)
+        if steps["seconds"]:
+            result.details["steps"] = steps
         self.context.show("")
         return result, warnings
 

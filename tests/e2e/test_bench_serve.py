@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ostinato.benchmarks.load import server_metrics
 from ostinato.benchmarks.report.record import Record, read_records
 from ostinato.commands import run
 from tests.e2e.server_process import SMALL, ServerProcess
@@ -99,6 +100,17 @@ def test_another_run_does_not_find_the_prompts_of_the_one_before(
     for _ in range(2):
         record = bench(tmp_path, "serve", *words, *load)
         assert record.points[0].metrics["prefix_hit_rate"].value == 0.0
+
+
+def test_a_point_shorter_than_the_interval_of_samples_has_its_steps(
+    server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_metrics, "_EVERY_S", 600.0)
+    words = ("workload=fixed", "workload.num_requests=2", "workload.output_len=2")
+    record = bench(tmp_path, "serve", *words, f"load.url={server.url}", "load.concurrency=[1]")
+    details = record.points[0].details
+    assert "server" not in details
+    assert sum(details["steps"]["decode_tokens"]) >= 2
 
 
 @pytest.mark.timeout(600)
