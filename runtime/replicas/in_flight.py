@@ -15,6 +15,10 @@ The next suspect is submitted when the suspect before it is cleared. A suspect i
 has ended, or has returned a token. A prompt in chunks or a beam search is cleared when it has
 computed more positions than at the death. So a request that kills the engine again runs alone, and
 the other requests continue.
+
+A request can be released to another replica and come back while the engine still works on it, from
+before the abort. So the engine's outputs for a released request are ignored, up to the one that
+ends it. If the request comes back earlier, it is held until then.
 """
 
 from __future__ import annotations
@@ -67,6 +71,7 @@ class InFlightRequests(Generic[Q]):
         self._requests: dict[str, InFlightRequest[Q]] = {}
         self._held: dict[str, InFlightRequest[Q]] = {}  # not submitted; suspects come first
         self._quarantined: str | None = None  # the suspect that is submitted
+        self._ending: set[str] = set()  # released, and not yet ended by the present process
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -114,11 +119,17 @@ class InFlightRequests(Generic[Q]):
         self._requests[one.request.request_id] = self._held[one.request.request_id] = one
 
     def release(self) -> list[InFlightRequest[Q]]:
-        """Forget every request except suspects; returns the forgotten ones for `adopt`."""
+        """Forget every request except suspects; returns the forgotten ones for `adopt`.
+
+        The caller must abort those that the engine has.
+        """
         released = [one for one in self._requests.values() if not one.is_suspect]
         for one in released:
-            del self._requests[one.request.request_id]
-            self._held.pop(one.request.request_id, None)
+            request_id = one.request.request_id
+            del self._requests[request_id]
+            self._held.pop(request_id, None)
+            if one.is_submitted:
+                self._ending.add(request_id)
             one.is_submitted = one.is_running = False
         return released
 
@@ -132,7 +143,10 @@ class InFlightRequests(Generic[Q]):
         """
         if self._quarantined is not None or not self._held:
             return []
-        submitted = list(itertools.islice(self._held.values(), most))
+        free = (one for name, one in self._held.items() if name not in self._ending)
+        submitted = list(itertools.islice(free, most))
+        if not submitted:
+            return []
         first = submitted[0]
         if first.is_suspect:
             submitted = [first]
@@ -152,8 +166,19 @@ class InFlightRequests(Generic[Q]):
         """Note that requests take part in the engine's next step."""
         for request_id in request_ids:
             one = self._requests.get(request_id)
-            if one is not None:
+            if one is not None and one.is_submitted:
                 one.is_running = True
+
+    def is_old(self, output: SequenceOutput) -> bool:
+        """Whether an engine's output belongs to a request from before its release.
+
+        The engine's outputs are passed in order, because the last one of a request ends this.
+        """
+        if output.request_id not in self._ending:
+            return False
+        if output.finish_reason is not None:
+            self._ending.remove(output.request_id)
+        return True
 
     def take(self, output: SequenceOutput) -> InFlightRequest[Q] | None:
         """Record an output of the engine; returns its request, or None if the request has ended."""
@@ -176,7 +201,7 @@ class InFlightRequests(Generic[Q]):
         """
         for request_id, position in progress.items():
             one = self._requests.get(request_id)
-            if one is not None:
+            if one is not None and one.is_submitted:
                 one.progress = max(one.progress, position)
                 # At the same position the next step can kill the engine again.
                 if position > one.crashed_at:
@@ -199,6 +224,7 @@ class InFlightRequests(Generic[Q]):
 
     def on_engine_end(self) -> None:
         """Hold every request again, after an engine process that was asked to end has ended."""
+        self._ending.clear()
         for one in self._requests.values():
             one.is_submitted = one.is_running = False
         self._hold_all()
@@ -214,6 +240,7 @@ class InFlightRequests(Generic[Q]):
             The requests that are given up. They are forgotten.
         """
         given_up: list[InFlightRequest[Q]] = []
+        self._ending.clear()
         for one in self._requests.values():
             if one.is_running:
                 one.num_crashes += 1
@@ -232,6 +259,7 @@ class InFlightRequests(Generic[Q]):
         requests = list(self._requests.values())
         self._requests.clear()
         self._held.clear()
+        self._ending.clear()
         self._quarantined = None
         return requests
 

@@ -361,7 +361,8 @@ class Replica:
             )
             self._requests.advance(message.progress)
             for output in message.outputs:
-                self._route(output)
+                if not self._requests.is_old(output):
+                    self._route(output)
             await self.submit_held()
         elif isinstance(message, UtilityReply | State):
             self.calls.answer(message)

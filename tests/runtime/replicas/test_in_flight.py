@@ -47,8 +47,8 @@ def names(some: list[InFlightRequest[str]]) -> list[str]:
 def give(
     made: InFlightRequests[str], name: str, *token_ids: int, end: bool = False
 ) -> InFlightRequest[str] | None:
-    reason = FinishReason.stop if end else None
-    return made.take(SequenceOutput(name, list(token_ids), reason))
+    output = SequenceOutput(name, list(token_ids), FinishReason.stop if end else None)
+    return None if made.is_old(output) else made.take(output)
 
 
 def test_new_requests_are_submitted_at_once_and_once() -> None:
@@ -197,6 +197,25 @@ def test_all_but_suspects_go_on_elsewhere_with_their_tokens() -> None:
     assert submit(made) == [("b", [])]
 
 
+def test_a_request_that_comes_back_is_held_until_the_engine_has_ended_it() -> None:
+    made = in_flight("a", "b")
+    submit(made)
+    give(made, "a", 5)
+    for one in made.release():
+        one.output_token_ids.append(6)  # from the other replica
+        made.adopt(one)
+    assert made.num_held == 2
+    assert submit(made) == []
+    assert give(made, "a", 7) is None
+    assert give(made, "a", end=True) is None
+    assert submit(made) == [("a", [5, 6])]
+    give(made, "a", 8)
+    assert made.on_engine_death(1) == []  # a new process has never had `b`
+    assert submit(made) == [("a", [5, 6, 8])]
+    give(made, "a", 9, end=True)
+    assert submit(made) == [("b", [6])]
+
+
 def test_an_engine_that_was_asked_to_end_makes_no_suspects() -> None:
     made = in_flight("a", "b")
     submit(made)
@@ -224,17 +243,41 @@ def test_the_last_output_names_the_request_as_its_client_knows_it() -> None:
     assert "SIGSEGV" in output.error
 
 
+def give_old(made: InFlightRequests[str], name: str, *, end: bool) -> None:
+    """What the engine sends for a request that it had before a release."""
+    made.mark_running([name])
+    made.advance({name: 9})
+    assert give(made, name, -1, end=end) is None
+
+
+def finish(made: InFlightRequests[str], submitted: set[str], num_requests: int) -> set[str]:
+    """Once an engine stays alive, every request is submitted. Returns the submitted ones."""
+    for name in submitted:
+        give(made, name, 1)
+    found = set(submitted)
+    for _ in range(2 * num_requests + 1):
+        for one in made.submit(2):
+            found.add(one.request_id)
+            give(made, one.request_id, 1)
+    return found
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
-    """Any order of arrivals, outputs, aborts and deaths, compared with a plain model."""
+    """Any order of arrivals, outputs, aborts and deaths, compared with a plain model.
+
+    A request that is moved away and back is still in the engine until the engine has answered its
+    abort, or has ended it for another reason.
+    """
     made: InFlightRequests[str] = InFlightRequests()
     submitted: set[str] = set()
+    aborted: set[str] = set()
     given: dict[str, list[int]] = {}
     for number in range(data.draw(st.integers(1, 40), "steps")):
         what = data.draw(
             st.sampled_from(
-                ["add", "submit", "run", "advance", "token", "end", "remove", "die", "move"]
+                ["add", "submit", "run", "advance", "token", "end", "remove", "die", "move", "old"]
             )
         )
         name = data.draw(st.sampled_from(sorted(submitted)), "who") if submitted else None
@@ -243,17 +286,25 @@ def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
             given[f"r{number}"] = []
         elif what == "submit":
             for one in made.submit(data.draw(st.integers(1, 3), "most")):
-                assert one.request_id not in submitted
+                assert one.request_id not in submitted | aborted
                 assert one.output_token_ids == given[one.request_id]
                 submitted.add(one.request_id)
         elif what == "die":
             for gone in made.on_engine_death(2, data.draw(st.integers(0, 1), "free")):
                 del given[gone.request.request_id]
             submitted.clear()
+            aborted.clear()
         elif what == "move":  # to another replica and back
             released = made.release()
-            submitted -= {one.request.request_id for one in released}
+            moved = submitted & set(names(released))
+            submitted -= moved
+            aborted |= moved
             list(map(made.adopt, released))
+        elif what == "old":
+            for name in sorted(aborted):
+                end = data.draw(st.booleans(), "answers the abort")
+                give_old(made, name, end=end)
+                aborted -= {name} if end else set()
         elif name is not None:
             if what in ("run", "advance"):
                 made.mark_running([name])
@@ -267,12 +318,7 @@ def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
             if what != "token":
                 submitted.discard(name)
                 del given[name]
-    # Once an engine stays alive, every request is submitted.
-    for name in submitted:
-        give(made, name, 1)
-    for _ in range(2 * len(given) + 1):
-        for one in made.submit(2):
-            submitted.add(one.request_id)
-            give(made, one.request_id, 1)
-    assert submitted == set(given) == set(made.ids())
+    for name in aborted:
+        give_old(made, name, end=True)
+    assert finish(made, submitted, len(given)) == set(given) == set(made.ids())
     assert made.num_held == 0

@@ -185,6 +185,25 @@ def test_a_drained_engine_gets_no_requests_and_gives_its_own_away(
     run(scenario)
 
 
+def test_requests_come_back_to_an_engine_that_has_not_read_their_aborts(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await together(client)
+        first, second = client.replicas
+        with held(client):
+            task = asyncio.create_task(together(client))
+            await until(lambda: len(first.requests) == len(second.requests) == 3)
+            assert await client.drain_engine(0, timeout_s=0) == 3
+            client.resume_engine(0)
+            assert await client.drain_engine(1, timeout_s=0) == 6
+            client.resume_engine(1)
+            assert first.requests.num_held == 3
+        assert await task == expected
+
+    run(scenario)
+
+
 def test_weights_are_reloaded_in_one_engine_after_the_other(
     run: Callable[[Scenario], None],
 ) -> None:
