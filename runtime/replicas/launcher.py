@@ -78,7 +78,11 @@ class EngineLauncher:
         )
         try:
             engine = EngineProcess(self._make_child(path))
-            await engine.spawn(msgspec.json.encode(start))
+            try:
+                await engine.spawn(msgspec.json.encode(start))
+            except BaseException:
+                await engine.close()
+                raise
         except (OSError, zmq.ZMQError) as error:
             raise StartupError(f"the {self.name} process cannot be started: {error}") from error
         return engine

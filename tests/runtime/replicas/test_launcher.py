@@ -59,6 +59,22 @@ def test_other_weights_of_the_same_model_are_accepted() -> None:
     assert launcher._config.model.max_model_len == 64
 
 
+def test_a_process_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
+    """`term` of the context waits for open sockets, so a server would hang instead of ending."""
+    children: list[LocalChild] = []
+
+    def make_child(path: Path) -> LocalChild:
+        children.append(LocalChild(zmq.asyncio.Context.instance(), path))
+        return children[-1]
+
+    config = tiny_config()
+    path = tmp_path / ("x" * 200) / "engine"  # the system allows about 100 characters
+    launcher = EngineLauncher("engine", config.engine, config.server, path, make_child)
+    with pytest.raises(StartupError, match="the engine process cannot be started"):
+        asyncio.run(launcher.spawn())
+    assert [child._socket.closed for child in children] == [True]
+
+
 @pytest.mark.parametrize("change", [{"vocab_size": 301}, {"eos_token_ids": (1, 2)}])
 def test_a_model_of_another_kind_is_refused(change: dict[str, Any]) -> None:
     second = ScriptedEngine(**change)
