@@ -71,10 +71,22 @@ class EngineFigures:
 
     @property
     def seconds_since_step(self) -> float:
-        """Seconds since any replica last completed a step or, without work, sent a heartbeat."""
-        return min(replica.seconds_since_step for replica in self.replicas)
+        """Seconds since any replica last completed a step or, without work, sent a heartbeat.
+
+        Counts the replicas that take requests, if there are any.
+        """
+        return min(replica.seconds_since_step for replica in self._answering)
 
     @property
     def seconds_overdue(self) -> float:
-        """The least `Replica.seconds_overdue`: silence beyond the predicted duration of a step."""
-        return min(replica.seconds_overdue for replica in self.replicas)
+        """The least `Replica.seconds_overdue`: silence beyond the predicted duration of a step.
+
+        Counts the replicas that take requests, if there are any.
+        """
+        return min(replica.seconds_overdue for replica in self._answering)
+
+    @property
+    def _answering(self) -> Sequence[Replica]:
+        """The replicas that take requests; if none does, the ones that run, or all."""
+        running = [replica for replica in self.replicas if replica.is_alive]
+        return [one for one in running if not one.is_drained] or running or self.replicas
