@@ -127,10 +127,20 @@ class GrammarStore:
                 continue
             _LOG.warning("a grammar passed its check but cannot be built: %s", error)
             is_refusal = isinstance(error, InvalidRequestError)
+            if not is_refusal:
+                self._forget(future)  # the cause can have passed, so the next request tries again
             built.append(GrammarBuilt(request_id, str(error), is_refusal))
         for one in built:
             del self._unreported[one.request_id]
         return built
+
+    def _forget(self, future: Future[LLMatcher]) -> None:
+        """Remove a grammar from the cache, if it is there."""
+        for grammar, cached in self._cache.items():
+            if cached is future:
+                self._num_characters -= len(grammar)
+                del self._cache[grammar]
+                return
 
     def matcher(self, request: Request) -> RequestMatcher:
         """The matcher of a prepared request. At first it is at the beginning of the grammar."""

@@ -50,3 +50,23 @@ def test_one_large_grammar_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(store._cache) == TEXTS[-1:]
     finally:
         store.close()
+
+
+def test_a_build_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GrammarStore(DEMO, 3072, (2,))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "build_matcher", _without_memory)
+            store.prepare("first", TEXTS[0])
+            [failed] = store.take_built(timeout_s=60)
+            assert (failed.error, failed.is_refusal) == ("no memory", False)
+        assert store._num_characters == 0
+        store.prepare("second", TEXTS[0])
+        [built] = store.take_built(timeout_s=60)
+        assert built.error is None
+    finally:
+        store.close()
+
+
+def _without_memory(tokenizer: object, grammar: str) -> None:
+    raise MemoryError("no memory")
