@@ -64,10 +64,10 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     body, ready = prepared.body, prepared.ready
     choose_model(request, service, body.model, context)
     stores = _stores(service, body)
-    if body.background:
-        service.background.check()
     with renamed(FIELD_NAMES):
         await admit(request, service, ready.constraint_field, [ready.generation], context)
+    if body.background:
+        service.background.check()  # after the wait, because others can have begun meanwhile
     reply = ResponsesReply(service, prepared, stores=stores, context=context)
     if body.background:
         releases = keep_counted(request.scope), keep_held(request.scope)
