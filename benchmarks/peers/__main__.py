@@ -33,6 +33,10 @@ ttft: milliseconds to the first token after 512 prompt tokens, the median of fiv
 offline: 32 requests at once, with 64-512 prompt and 32-128 output tokens.
 prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty cache.
 
+The KV caches of this engine, vLLM and OpenVINO have 2 GiB each. A larger one of this engine would
+be written for the first time in every round, and a host gives some virtual machines new memory
+slowly. llama-server's cache has the tokens of the part's requests.
+
 The weights of every peer must have the requested precision: OpenVINO's exporter converts float32 to
 16 bits unless it gets `--weight-format fp32`.
 
@@ -67,6 +71,7 @@ import torch
 
 from ostinato.benchmarks.machine.probes import LoadMeter, basic_conditions, read_bandwidth
 from ostinato.benchmarks.peers.driver_commands import driver_commands
+from ostinato.benchmarks.peers.driver_loop import CACHE_GIB
 from ostinato.benchmarks.peers.limited_processor import hiding_library, preloading
 from ostinato.benchmarks.peers.peer_table import print_comparison
 from ostinato.benchmarks.report.json_file import write_json
@@ -389,7 +394,7 @@ def _load(options: argparse.Namespace, engines: list[Engine]) -> None:
     """Start the engines one after the other, and append each as soon as it has a process."""
     variables = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
         "HF_HUB_OFFLINE": "1",
     }
     hiding = "" if options.isa is None else str(hiding_library())

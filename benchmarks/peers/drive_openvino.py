@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from driver_loop import Requests, serve
+from driver_loop import CACHE_GIB, Requests, serve
 
 __all__ = ("load",)
 
@@ -25,7 +25,7 @@ def load() -> Callable[[Requests], list[int]]:
 
     model, dtype, threads, *drafts = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = 2
+    scheduler.cache_size = CACHE_GIB
     scheduler.max_num_seqs = 32
     scheduler.max_num_batched_tokens = 2048
     scheduler.dynamic_split_fuse = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from driver_loop import Requests, serve
+from driver_loop import CACHE_GIB, Requests, serve
 
 __all__ = ("load",)
 
@@ -16,10 +16,9 @@ def load() -> Callable[[Requests], list[int]]:
     from ostinato.runtime.startup.bundles import prepare_kernels
 
     model, dtype, threads, *overrides = sys.argv[1:]
-    config = load_config(
-        [f"model.dtype={dtype}", f"device.threads={threads}", *overrides],
-        values={"model.path": model},
-    )
+    settings = [f"model.dtype={dtype}", f"device.threads={threads}"]
+    settings.append(f"cache.memory_gib={CACHE_GIB}")
+    config = load_config([*settings, *overrides], values={"model.path": model})
     prepare_kernels(config.engine)
     from ostinato.runtime.llm import LLM
     from ostinato.runtime.types.params import SamplingParams

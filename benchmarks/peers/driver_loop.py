@@ -18,7 +18,10 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ("Requests", "serve")
+__all__ = ("CACHE_GIB", "Requests", "serve")
+
+CACHE_GIB = 2
+"""GiB of an engine's KV cache: more than the requests of any part need together."""
 
 Requests = list[tuple[list[int], int]]
 """(prompt ids, tokens to generate) each; all are sent at once."""
