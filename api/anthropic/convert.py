@@ -38,6 +38,7 @@ from ostinato.api.anthropic.schemas import (
     Turn,
     UrlSource,
 )
+from ostinato.api.chat.chat_deltas import ChatDelta
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
@@ -55,7 +56,6 @@ from ostinato.api.schemas.conversation import (
 from ostinato.api.schemas.media_parts import ImageUrlPart
 from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 
 __all__ = ("FIELD_NAMES", "block_events", "reply_blocks", "stop_of", "to_chat")
 
@@ -254,15 +254,13 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence) of the Anthropic API for the end of an answer."""
-    if finish_reason == "tool_calls":
+def stop_of(last: ChatDelta) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence) of the Anthropic API, from the last delta of an answer."""
+    stop_reason = last.output.stop_reason
+    if last.finish_reason == "tool_calls":
         return "tool_use", None
-    if finish_reason == FinishReason.length:
-        is_late = stop_reason == DEADLINE_REASON
-        return DEADLINE_REASON if is_late else "max_tokens", None
-    if finish_reason == FinishReason.repetition:
-        return "repetition", None
+    if (reason := last.incomplete_reason("max_tokens")) is not None:
+        return reason, None
     if isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return "end_turn", None

@@ -18,11 +18,9 @@ from ostinato.api.anthropic.message_events import (
 from ostinato.api.anthropic.preparation import PreparedMessages
 from ostinato.api.anthropic.schemas import Reply, Usage
 from ostinato.api.base.request_context import RequestContext
-from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
+from ostinato.api.chat.chat_deltas import ChatDeltas
 from ostinato.api.chat.content_blocks import ContentBlocks
-from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
-from ostinato.api.service.stream_interval import StreamInterval
 
 __all__ = ("MessagesReply",)
 
@@ -42,27 +40,23 @@ class MessagesReply:
     ) -> None:
         ready = prepared.ready
         self._service = service
+        self._generation = ready.generation
         self._report = ready.report
         self._shows_tier = prepared.shows_tier
-        self._interval = StreamInterval(prepared.stream_interval, join_deltas)
-        self._generation = ready.generation
-        self._id = ready.generation.request_id
-        self._parser = ChatOutputParser(ready.form)
+        self._deltas = ChatDeltas(ready, prepared.stream_interval)
         self._context = context
-        self._tally = Tally.of([ready.generation])
         self._blocks = ContentBlocks()
         self._stop: tuple[str | None, str | None] = None, None
 
     async def stream(self) -> AsyncGenerator[MessageEvent, None]:
         """The events, from `message_start` to `message_stop`."""
         has_begun = cuts_call = False
-        outputs = self._service.runner.generate(self._id, [self._generation], self._context)
+        request_id, runner = self._generation.request_id, self._service.runner
+        outputs = runner.generate(request_id, [self._generation], self._context)
         async with aclosing(outputs):
             async for _, output in outputs:
-                parsed = self._parser.feed(output)
-                if (delta := self._interval.add(0, output, parsed)) is None:
+                if (delta := self._deltas.add(output)) is None:
                     continue
-                self._tally.add(0, delta.output)
                 if not has_begun:  # the number of cached tokens is known now
                     has_begun = True
                     yield MessageBegins(message=self._message())
@@ -71,7 +65,7 @@ class MessagesReply:
                         yield event
                 if delta.finish_reason is not None:
                     cuts_call = delta.cuts_call
-                    self._stop = stop_of(delta.finish_reason, delta.output.stop_reason)
+                    self._stop = stop_of(delta)
         for change in self._blocks.finish(cuts_call=cuts_call):
             for event in block_events(change):
                 yield event
@@ -92,7 +86,7 @@ class MessagesReply:
     def _message(self) -> Reply:
         reason, sequence = self._stop
         return Reply(
-            id=self._id,
+            id=self._generation.request_id,
             model=self._service.model_name(self._context),
             content=reply_blocks(self._blocks.blocks),
             stop_reason=reason,
@@ -103,7 +97,7 @@ class MessagesReply:
         )
 
     def _usage(self) -> Usage:
-        usage = self._tally.usage
+        usage = self._deltas.tally.usage
         cached = usage.prompt_tokens_details.cached_tokens
         return Usage(
             input_tokens=usage.prompt_tokens - cached,

@@ -9,14 +9,23 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.tools import new_call_id
 from ostinato.api.parsing.answer_parser import AnswerForm, AnswerParser
 from ostinato.api.parsing.events import CallBegins, Content, Event, Message, Reasoning, merge
-from ostinato.api.service.reply_state import CollectedCompletion
+from ostinato.api.service.reply_state import CollectedCompletion, Tally
+from ostinato.api.service.stream_interval import StreamInterval
 from ostinato.runtime.client.completion import join_outputs
-from ostinato.runtime.types.outputs import FinishReason, RequestOutput
+from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason, RequestOutput
 
-__all__ = ("ChatDelta", "ChatOutputParser", "CollectedAnswer", "collect_delta", "join_deltas")
+__all__ = (
+    "ChatDelta",
+    "ChatDeltas",
+    "ChatOutputParser",
+    "CollectedAnswer",
+    "collect_delta",
+    "join_deltas",
+)
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -27,6 +36,43 @@ class ChatDelta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None  # the OpenAI API's word, such as `tool_calls`
     num_reasoning_tokens: int = 0  # tokens of the output that are reasoning
     cuts_call: bool = False  # the answer ends within its last call
+
+    def incomplete_reason(self, at_max_tokens: str) -> str | None:
+        """Why the answer ends before it is complete; None = it is complete, or it has not ended.
+
+        Args:
+            at_max_tokens: the API's word for an answer that has reached its limit of tokens.
+        """
+        if self.finish_reason == FinishReason.length:
+            is_late = self.output.stop_reason == DEADLINE_REASON
+            return DEADLINE_REASON if is_late else at_max_tokens
+        is_repetition = self.finish_reason == FinishReason.repetition
+        return FinishReason.repetition.value if is_repetition else None
+
+
+class ChatDeltas:
+    """Turns the outputs of one chat request into deltas, and counts the tokens of the deltas.
+
+    Args:
+        ready: the request.
+        stream_interval: least number of tokens of a delta; see `StreamInterval`.
+
+    Attributes:
+        tally: the token counts.
+    """
+
+    def __init__(self, ready: ChatGeneration, stream_interval: int = 1) -> None:
+        self._parser = ChatOutputParser(ready.form)
+        self._interval = StreamInterval(stream_interval, join_deltas)
+        self.tally = Tally.of([ready.generation])
+        self.tally.num_reasoning_tokens = None if ready.form.reasoning is None else 0
+
+    def add(self, output: RequestOutput) -> ChatDelta | None:
+        """Add the next output; returns the delta to send now. None = the output is held back."""
+        delta = self._interval.add(output.index, output, self._parser.feed(output))
+        if delta is not None:
+            self.tally.add(0, delta.output, delta.num_reasoning_tokens)
+        return delta
 
 
 class CollectedAnswer(msgspec.Struct, kw_only=True):

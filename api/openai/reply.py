@@ -11,12 +11,7 @@ import msgspec
 
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.base.timeline import Timeline
-from ostinato.api.chat.chat_deltas import (
-    ChatOutputParser,
-    CollectedAnswer,
-    collect_delta,
-    join_deltas,
-)
+from ostinato.api.chat.chat_deltas import ChatDeltas, CollectedAnswer, collect_delta
 from ostinato.api.http.sse import MANY_TOKENS, InParts
 from ostinato.api.openai import chat, completions
 from ostinato.api.openai.chunk_usage import ChunkUsage
@@ -50,10 +45,7 @@ class ChatReply:
     def __init__(self, service: Service, prepared: PreparedChat, context: RequestContext) -> None:
         ready = prepared.ready
         self._service = service
-        self._generation = ready.generation
-        self._parser = ChatOutputParser(ready.form)
-        self._only_calls = ready.form.only_calls
-        self._report = ready.report
+        self._ready = ready
         self._context = context
         self._head = _head(service, context, ready.generation.request_id, prepared.service_tier)
         self._metadata = msgspec.UNSET if prepared.metadata is None else prepared.metadata
@@ -61,32 +53,30 @@ class ChatReply:
         self._usage = ChunkUsage(prepared.stream_options, [ready.generation], reasons=reasons)
         self._options = prepared.options
         self._echo = prepared.echo
-        self._interval = StreamInterval(prepared.stream_interval, join_deltas)
-        self._tally = Tally.of([ready.generation])
-        self._tally.num_reasoning_tokens = 0 if reasons else None
+        self._stream_interval = prepared.stream_interval
 
     async def stream(self) -> AsyncGenerator[ChatChunk | InParts, None]:
         """The chunks."""
-        report = self._report  # goes into the first chunk of the stream
+        report = self._ready.report  # goes into the first chunk of the stream
+        deltas = ChatDeltas(self._ready, self._stream_interval)
         async with aclosing(self._outputs()) as outputs:
             async for _, output in outputs:
-                parsed = self._parser.feed(output)
-                if (delta := self._interval.add(output.index, output, parsed)) is None:
+                if (delta := deltas.add(output)) is None:
                     continue
-                self._tally.add(0, delta.output, delta.num_reasoning_tokens)
-                self._usage.add(output.index, delta.output, delta.num_reasoning_tokens)
+                index = delta.output.index
+                self._usage.add(index, delta.output, delta.num_reasoning_tokens)
                 for chunk in await chat.to_chunks(
                     self._head,
                     delta,
                     self._service.encoder.token_bytes,
                     options=self._options,
                     echo=self._echo,
-                    first_usage=self._usage.of_first_chunk(0, output.index),
-                    usage=self._usage.of_chunk(0, output.index),
+                    first_usage=self._usage.of_first_chunk(0, index),
+                    usage=self._usage.of_chunk(0, index),
                 ):
                     yield _sized(report.added_to(chunk), len(delta.output.new_token_ids))
                     report = PromptReport()
-        last = chat.usage_chunk(self._head, self._tally.usage)
+        last = chat.usage_chunk(self._head, deltas.tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
             yield _trace_chunk(last, timeline, self._usage)
         if self._usage.at_end:
@@ -95,28 +85,29 @@ class ChatReply:
     async def whole(self) -> ChatResponse:
         """The answer without a stream."""
         answers: dict[int, CollectedAnswer] = {}
+        deltas = ChatDeltas(self._ready)
         async with aclosing(self._outputs()) as outputs:
             async for _, output in outputs:
-                delta = self._parser.feed(output)
-                self._tally.add(0, output, delta.num_reasoning_tokens)
-                collect_delta(answers, delta)
+                if (delta := deltas.add(output)) is not None:
+                    collect_delta(answers, delta)
         response = await chat.to_response(
             self._head,
-            self._generation,
+            self._ready.generation,
             answers,
             self._service.encoder.token_bytes,
             options=self._options,
             echo=self._echo,
-            only_calls=self._only_calls,
-            usage=self._tally.usage,
+            only_calls=self._ready.form.only_calls,
+            usage=deltas.tally.usage,
         )
-        response = self._report.added_to(response)
+        response = self._ready.report.added_to(response)
         return msgspec.structs.replace(
             response, metadata=self._metadata, trace=self._context.report()
         )
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        return self._service.runner.generate(self._head.id, [self._generation], self._context)
+        generations = [self._ready.generation]
+        return self._service.runner.generate(self._head.id, generations, self._context)
 
 
 class CompletionReply:
@@ -139,7 +130,7 @@ class CompletionReply:
         self._context = context
         self._head = _head(service, context, prepared.request_id)
         self._usage = ChunkUsage(prepared.stream_options, generations)
-        self._interval = StreamInterval(prepared.stream_interval, join_outputs)
+        self._stream_interval = prepared.stream_interval
         self._options = prepared.options
         self._n = generations[0].sampling.n
         self._has_output = prepared.has_output
@@ -153,13 +144,9 @@ class CompletionReply:
         """The chunks."""
         offsets = completions.TextOffsets(self._service.encoder.token_bytes)
         begun: set[int] = set()  # choices whose first chunk has been sent
-        async with aclosing(self._outputs()) as outputs:
-            async for prompt_index, unpaced in outputs:
-                choice = prompt_index * self._n + unpaced.index
-                output = unpaced if self._has_output else _without_output(unpaced)
-                if (output := self._interval.add(choice, output, output)) is None:
-                    continue
-                self._tally.add(prompt_index, output)
+        async with aclosing(self._outputs(self._stream_interval)) as outputs:
+            async for prompt_index, output in outputs:
+                choice = prompt_index * self._n + output.index
                 self._usage.add(choice, output)
                 for chunk in await self._chunks(prompt_index, choice, output, offsets):
                     logprobs = chunk.choices[0].logprobs
@@ -178,9 +165,7 @@ class CompletionReply:
         collected: dict[tuple[int, int], CollectedCompletion] = {}
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
-                shown = output if self._has_output else _without_output(output)
-                self._tally.add(prompt_index, shown)
-                collect(collected, prompt_index, shown)
+                collect(collected, prompt_index, output)
         response = await completions.to_response(
             self._head,
             self._generations,
@@ -195,8 +180,19 @@ class CompletionReply:
         ]
         return msgspec.structs.replace(response, choices=choices, trace=self._context.report())
 
-    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        return self._service.runner.generate(self._head.id, self._generations, self._context)
+    async def _outputs(
+        self, stream_interval: int = 1
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The (prompt index, output) that the reply shows. The tally has counted them."""
+        runner, interval = self._service.runner, StreamInterval(stream_interval, join_outputs)
+        outputs = runner.generate(self._head.id, self._generations, self._context)
+        async with aclosing(outputs):
+            async for prompt_index, output in outputs:
+                shown = output if self._has_output else _without_output(output)
+                paced = interval.add((prompt_index, output.index), shown, shown)
+                if paced is not None:
+                    self._tally.add(prompt_index, paced)
+                    yield prompt_index, paced
 
     async def _chunks(
         self,

@@ -13,7 +13,7 @@ import msgspec
 
 from ostinato.api.base.errors import error_body, status_of
 from ostinato.api.base.request_context import RequestContext
-from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
+from ostinato.api.chat.chat_deltas import ChatDeltas
 from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
 from ostinato.api.http.json_parts import joined_parts, json_parts, json_pieces
@@ -44,18 +44,10 @@ from ostinato.api.schemas.conversation import (
     MessageToolCall,
 )
 from ostinato.api.service.background import BackgroundReply
-from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
-from ostinato.api.service.stream_interval import StreamInterval
-from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 
 __all__ = ("ResponsesReply",)
 
-# Finish reason -> the API's reason why an answer is not complete.
-_INCOMPLETE: dict[str | None, str] = {
-    FinishReason.length.value: "max_output_tokens",
-    FinishReason.repetition.value: "repetition",
-}
 _LOG = logging.getLogger("ostinato.api")
 
 
@@ -81,15 +73,12 @@ class ResponsesReply:
         body, ready = prepared.body, prepared.ready
         self._service = service
         self._generation = ready.generation
-        self._parser = ChatOutputParser(ready.form)
+        self._deltas = ChatDeltas(ready, body.stream_interval or 1)
         self._messages = prepared.messages
         self._context = context
-        self._tally = Tally.of([ready.generation])
-        self._num_reasoning_tokens = 0
         self._blocks = ContentBlocks()
         self._incomplete_reason: str | None = None
         self._has_output = False
-        self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
         self._logprobs = TextLogprobs(service.encoder.token_bytes, prepared.num_top_logprobs)
         self._writer = EventWriter(
             ready.generation.request_id,
@@ -163,15 +152,10 @@ class ResponsesReply:
         async with aclosing(outputs):
             async for _, output in outputs:
                 self._has_output = True
-                parsed = self._parser.feed(output)
-                if (delta := self._interval.add(0, output, parsed)) is None:
+                if (delta := self._deltas.add(output)) is None:
                     continue
-                self._tally.add(0, delta.output)
                 await self._logprobs.add(delta.output)
-                self._num_reasoning_tokens += delta.num_reasoning_tokens
-                self._incomplete_reason = _INCOMPLETE.get(delta.finish_reason)
-                if self._incomplete_reason and delta.output.stop_reason == DEADLINE_REASON:
-                    self._incomplete_reason = DEADLINE_REASON
+                self._incomplete_reason = delta.incomplete_reason("max_output_tokens")
                 cuts_call = delta.cuts_call
                 for change in self._blocks.feed(delta.events):
                     yield change
@@ -234,14 +218,15 @@ class ResponsesReply:
             )
 
     def _usage(self) -> Usage:
-        usage = self._tally.usage
+        tally = self._deltas.tally
+        usage = tally.usage
         return Usage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputUsage(
                 cached_tokens=usage.prompt_tokens_details.cached_tokens
             ),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputUsage(self._num_reasoning_tokens),
+            output_tokens_details=OutputUsage(tally.num_reasoning_tokens or 0),
             total_tokens=usage.total_tokens,
         )
 
