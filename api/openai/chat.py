@@ -42,10 +42,10 @@ __all__ = (
     "check",
     "echo_text",
     "reply_options",
+    "to_chunk",
     "to_chunks",
     "to_delta",
     "to_response",
-    "usage_chunk",
 )
 
 
@@ -148,18 +148,24 @@ async def to_chunks(
             token_ids=options.token_ids(output.new_token_ids),
         )
         choices.append((choice, usage))
-    return [
-        ChatChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
-            choices=[choice],
-            service_tier=head.service_tier,
-            usage=count,
-        )
-        for choice, count in choices
-    ]
+    return [to_chunk(head, [choice], count) for choice, count in choices]
+
+
+def to_chunk(
+    head: ReplyHead,
+    choices: list[ChatChunkChoice],
+    usage: Usage | msgspec.UnsetType | None,
+) -> ChatChunk:
+    """The chunk with some choices; none for the last chunk, which has the usage of the request."""
+    return ChatChunk(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.system_fingerprint,
+        choices=choices,
+        service_tier=head.service_tier,
+        usage=usage,
+    )
 
 
 def to_delta(events: Sequence[Event]) -> DeltaMessage:
@@ -197,19 +203,6 @@ def _with_arguments(before: ToolCallDelta | None, event: CallArguments) -> ToolC
     known = before.function or FunctionDelta()
     function = FunctionDelta(known.name, (known.arguments or "") + event.text)
     return msgspec.structs.replace(before, function=function)
-
-
-def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
-    """The last chunk of a stream with `stream_options.include_usage`."""
-    return ChatChunk(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=[],
-        service_tier=head.service_tier,
-        usage=usage,
-    )
 
 
 async def to_response(

@@ -41,9 +41,9 @@ __all__ = (
     "prompts",
     "reply_options",
     "to_chunk",
+    "to_completion",
     "to_generations",
     "to_response",
-    "usage_chunk",
 )
 
 _MAX_SEQUENCES = 2048  # prompts times n (or best_of) of one request
@@ -179,6 +179,22 @@ class TextOffsets:
         return begin
 
 
+def to_completion(
+    head: ReplyHead,
+    choices: list[CompletionChoice],
+    usage: Usage | msgspec.UnsetType | None,
+) -> Completion:
+    """The answer or the chunk with some choices; none for the last chunk, which has the usage."""
+    return Completion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.system_fingerprint,
+        choices=choices,
+        usage=usage,
+    )
+
+
 def echo_chunk(
     head: ReplyHead,
     choice: int,
@@ -196,16 +212,8 @@ def echo_chunk(
         logprobs: from `Echo.logprobs`.
         usage: `usage` of the chunk; UNSET = the chunk has no such field.
     """
-    return Completion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=[
-            CompletionChoice(index=choice, text=echo.text, logprobs=logprobs, finish_reason=None)
-        ],
-        usage=usage,
-    )
+    shown = CompletionChoice(index=choice, text=echo.text, logprobs=logprobs, finish_reason=None)
+    return to_completion(head, [shown], usage)
 
 
 async def to_chunk(
@@ -242,35 +250,15 @@ async def to_chunk(
     has_content = logprobs is not None or (options.return_token_ids and output.new_token_ids)
     if not output.text_delta and not has_content and output.finish_reason is None:
         return None
-    return Completion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=[
-            CompletionChoice(
-                index=choice,
-                text=output.text_delta,
-                logprobs=logprobs,
-                finish_reason=output.finish_reason,
-                stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
-                token_ids=options.token_ids(output.new_token_ids),
-            )
-        ],
-        usage=usage,
+    shown = CompletionChoice(
+        index=choice,
+        text=output.text_delta,
+        logprobs=logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+        token_ids=options.token_ids(output.new_token_ids),
     )
-
-
-def usage_chunk(head: ReplyHead, usage: Usage) -> Completion:
-    """The last chunk of a stream with `stream_options.include_usage`."""
-    return Completion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=[],
-        usage=usage,
-    )
+    return to_completion(head, [shown], usage)
 
 
 async def to_response(
@@ -315,14 +303,7 @@ async def to_response(
             )
         )
         await asyncio.sleep(0)
-    return Completion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=choices,
-        usage=usage,
-    )
+    return to_completion(head, choices, usage)
 
 
 async def _logprobs(

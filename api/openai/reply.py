@@ -76,7 +76,7 @@ class ChatReply:
                 ):
                     yield _sized(report.added_to(chunk), len(delta.output.new_token_ids))
                     report = PromptReport()
-        last = chat.usage_chunk(self._head, deltas.tally.usage)
+        last = chat.to_chunk(self._head, [], deltas.tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
             yield _trace_chunk(last, timeline, self._usage)
         if self._usage.at_end:
@@ -154,7 +154,7 @@ class CompletionReply:
                         self._with_report(chunk, prompt_index, begun),
                         0 if logprobs is None else len(logprobs.tokens),
                     )
-        last = completions.usage_chunk(self._head, self._tally.usage)
+        last = completions.to_completion(self._head, [], self._tally.usage)
         if (timeline := self._context.report()) is not msgspec.UNSET:
             yield _trace_chunk(last, timeline, self._usage)
         if self._usage.at_end:

@@ -267,7 +267,7 @@ class TestChunks:
             '"usage":{"prompt_tokens":4,"completion_tokens":1,"total_tokens":5,'
             '"prompt_tokens_details":{"cached_tokens":3}}}'
         )
-        assert encoded(chat.usage_chunk(HEAD, tally.usage)) == self.START + "[]," + usage
+        assert encoded(chat.to_chunk(HEAD, [], tally.usage)) == self.START + "[]," + usage
         assert self.chunks(output("a", [1], 2), usage=tally.usage)[0].endswith("}]," + usage)
         assert self.chunks(output("a", [1], 2), usage=None)[0].endswith('}],"usage":null}')
 
