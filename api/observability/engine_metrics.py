@@ -29,7 +29,7 @@ _KINDS = ("captured", "compiled", "eager")
 _PROGRAMS = ("captured", "fx", "inductor", "eager")
 
 
-class EngineFigures(Protocol):
+class MeasuredEngine(Protocol):
     """The latest statistics of one engine, or of all engines together."""
 
     @property
@@ -45,14 +45,14 @@ class EngineFigures(Protocol):
     def restarts(self) -> Mapping[str, int]: ...
 
 
-class ReplicaView(EngineFigures, Protocol):
+class ReplicaView(MeasuredEngine, Protocol):
     """One of the engines."""
 
     @property
     def status(self) -> ReplicaStatus: ...
 
 
-class EngineView(EngineFigures, Protocol):
+class EngineView(MeasuredEngine, Protocol):
     """All engines of the server."""
 
     @property
@@ -133,7 +133,7 @@ class MachineCollector(Collector):
         yield from _gpus(use)
 
 
-def _families(engine: EngineFigures) -> Iterator[Metric]:
+def _families(engine: MeasuredEngine) -> Iterator[Metric]:
     """All families of one engine's metrics."""
     stats = engine.stats
     yield from _gauges(engine)
@@ -172,7 +172,7 @@ def _families(engine: EngineFigures) -> Iterator[Metric]:
     yield from tier_families(stats)
 
 
-def _labelled(engines: Sequence[EngineFigures]) -> Iterable[Metric]:
+def _labelled(engines: Sequence[MeasuredEngine]) -> Iterable[Metric]:
     """The families of several engines, with the label `engine`.
 
     Engines can differ in their families: one that has not reported yet has no tier.
@@ -188,7 +188,7 @@ def _labelled(engines: Sequence[EngineFigures]) -> Iterable[Metric]:
     return joined.values()
 
 
-def _gauges(engine: EngineFigures) -> Iterator[Metric]:
+def _gauges(engine: MeasuredEngine) -> Iterator[Metric]:
     stats = engine.stats
     used = stats.num_blocks - stats.num_free_blocks
     used_slots = stats.num_state_slots - stats.num_free_state_slots

@@ -13,7 +13,6 @@ from ostinato.runtime.text.detokenizer import (
 )
 from ostinato.runtime.types.outputs import (
     BeamOutput,
-    CompletionOutput,
     FinishReason,
     RequestOutput,
     SequenceOutput,
@@ -24,7 +23,7 @@ from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.speculation import sum_reports
 
-__all__ = ("CollectedCompletion", "CompletionStream", "PromptCompletions", "join_outputs")
+__all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
 
 
 class CompletionStream:
@@ -324,39 +323,6 @@ class _Candidate:
             prompt_logprobs=scores,
             scheduled_time=self._first.scheduled_time,
             events=self._events or None,
-        )
-
-
-class CollectedCompletion:
-    """The outputs of one completion so far, for callers that want its whole result at the end."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.num_cached = 0
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.last: RequestOutput | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        self.text.append(output.text_delta)
-        self.token_ids += output.new_token_ids
-        self.logprobs += output.logprobs or []
-        self.num_cached = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        self.last = output
-
-    def finish(self, index: int) -> CompletionOutput:
-        assert self.last is not None, "every request ends with an output"
-        return CompletionOutput(
-            index=index,
-            text="".join(self.text),
-            token_ids=self.token_ids,
-            finish_reason=self.last.finish_reason or FinishReason.abort,
-            stop_reason=self.last.stop_reason,
-            logprobs=self.logprobs or None,
-            score=self.last.score,
         )
 
 

@@ -16,7 +16,7 @@ from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.sequences.sequence import Sequence
 from ostinato.runtime.types.engine_info import EngineStats
 
-__all__ = ("BlockMap", "EngineState", "RowState", "WaitingState", "describe_engine")
+__all__ = ("BlockMap", "EngineState", "RunningState", "WaitingState", "describe_engine")
 
 _MAX_CELLS = 2048
 _MAX_ROWS = 512
@@ -25,7 +25,7 @@ _NUM_GROUPS = 8
 _SHARED = 3
 
 
-class RowState(msgspec.Struct, frozen=True, array_like=True):
+class RunningState(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that takes part in steps."""
 
     row: int
@@ -68,7 +68,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     """The state of an engine between two steps."""
 
     stats: EngineStats
-    rows: list[RowState]  # at most 512
+    rows: list[RunningState]  # at most 512
     num_rows: int  # rows in total, not only those in `rows`
     waiting: list[WaitingState]  # the first 100
     blocks: BlockMap
@@ -95,7 +95,7 @@ def describe_engine(
     """
     begin, now = time.perf_counter(), time.monotonic()
     kinds = cache.block_kinds()
-    rows: list[RowState] = []
+    rows: list[RunningState] = []
     waiting: list[WaitingState] = []
     groups: dict[int, int] = {}
     for sequence in requests:
@@ -122,8 +122,8 @@ def describe_engine(
     )
 
 
-def _row(sequence: Sequence, num_shared: int, group: int, now: float) -> RowState:
-    return RowState(
+def _row(sequence: Sequence, num_shared: int, group: int, now: float) -> RunningState:
+    return RunningState(
         sequence.row,
         sequence.request.request_id,
         sequence.num_prompt_tokens,

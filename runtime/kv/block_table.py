@@ -19,8 +19,8 @@ from ostinato.runtime.types.images import PromptImage
 __all__ = (
     "NO_CHECKPOINT",
     "BlockTable",
-    "Checkpoint",
     "GroupBlocks",
+    "RecurrentCheckpoint",
     "SequenceStates",
     "StatePlan",
     "media_extras",
@@ -66,14 +66,14 @@ class GroupBlocks:
         return self.ids[self.num_freed :] if self.num_freed else self.ids
 
 
-class Checkpoint(NamedTuple):
+class RecurrentCheckpoint(NamedTuple):
     """States that lookups find, unless their slot was reused."""
 
     num_units: int
     slot: int
 
 
-NO_CHECKPOINT = Checkpoint(0, NULL_BLOCK_ID)
+NO_CHECKPOINT = RecurrentCheckpoint(0, NULL_BLOCK_ID)
 
 
 class SequenceStates:

@@ -35,7 +35,7 @@ from ostinato.runtime.kv.block_pool import NULL_BLOCK_ID, BlockHash, BlockPool
 from ostinato.runtime.kv.block_table import (
     NO_CHECKPOINT,
     BlockTable,
-    Checkpoint,
+    RecurrentCheckpoint,
     SequenceStates,
     StatePlan,
 )
@@ -332,12 +332,12 @@ class StateSlots:
             del counts[NULL_BLOCK_ID]
             self._pool.check_references(counts, "states: slot")
 
-    def _find_last(self, hashes: Sequence[BlockHash], num_units: int) -> Checkpoint:
+    def _find_last(self, hashes: Sequence[BlockHash], num_units: int) -> RecurrentCheckpoint:
         """The latest checkpoint of the first units, also if the last planned step writes it."""
         for units in range(num_units, 0, -1):
             slot = self._pool.get_cached(hashes[units - 1])
             if slot is not None:
-                return Checkpoint(units, slot)
+                return RecurrentCheckpoint(units, slot)
         return NO_CHECKPOINT
 
     def _leave(self, slot: int) -> int:
@@ -400,10 +400,10 @@ class StateSlots:
         if num_units * self._block_size > states.num_prompt_tokens:
             if states.outdated.slot:
                 self._drop(states.outdated, table.hashes)
-            states.outdated, states.last = states.last, Checkpoint(num_units, slot)
+            states.outdated, states.last = states.last, RecurrentCheckpoint(num_units, slot)
         return True
 
-    def _drop(self, checkpoint: Checkpoint, hashes: Sequence[BlockHash]) -> None:
+    def _drop(self, checkpoint: RecurrentCheckpoint, hashes: Sequence[BlockHash]) -> None:
         """Let the slot of a checkpoint be reused next, unless a sequence holds it."""
         slot = checkpoint.slot
         is_kept = self._pool.get_cached(hashes[checkpoint.num_units - 1]) == slot

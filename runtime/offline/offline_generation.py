@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ostinato.runtime.client.completion import CollectedCompletion, PromptCompletions
+from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.client.requests import (
     PreparedParts,
@@ -30,7 +30,13 @@ from ostinato.runtime.text.encoded_prompts import EncodedPrompt
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
-from ostinato.runtime.types.outputs import GenerationOutput, RequestOutput
+from ostinato.runtime.types.outputs import (
+    CompletionOutput,
+    FinishReason,
+    GenerationOutput,
+    RequestOutput,
+    TokenLogprobs,
+)
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 
@@ -101,7 +107,7 @@ class OfflineGenerator:
             self.make_requests(prompt, each, adapter)
             for prompt, each, adapter in zip(many, params, adapters, strict=True)
         ]
-        collected: list[dict[int, CollectedCompletion]] = [{} for _ in batches]
+        collected: list[dict[int, _CompletionOutputs]] = [{} for _ in batches]
         console = Console(stderr=True)
         is_shown = use_progress and (console.is_terminal or console.is_jupyter)
         with Progress(
@@ -118,7 +124,7 @@ class OfflineGenerator:
             task = progress.add_task("", total=total, rate="")
             num_tokens = 0
             for which, output in self._run(batches, params):
-                collected[which].setdefault(output.index, CollectedCompletion()).add(output)
+                collected[which].setdefault(output.index, _CompletionOutputs()).add(output)
                 num_tokens += len(output.new_token_ids)
                 if output.finish_reason is not None:
                     elapsed = progress.tasks[0].elapsed or 1e-9
@@ -210,3 +216,36 @@ class OfflineGenerator:
         finally:
             for request_id in which:
                 self._engine.abort(request_id)
+
+
+class _CompletionOutputs:
+    """The outputs of one completion so far."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_cached = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.text.append(output.text_delta)
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.logprobs or []
+        self.num_cached = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.last = output
+
+    def finish(self, index: int) -> CompletionOutput:
+        assert self.last is not None, "every request ends with an output"
+        return CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            finish_reason=self.last.finish_reason or FinishReason.abort,
+            stop_reason=self.last.stop_reason,
+            logprobs=self.logprobs or None,
+            score=self.last.score,
+        )

@@ -13,10 +13,10 @@ from ostinato.runtime.scheduling.queues import SequenceQueues
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.step_plan import StepPlan
 
-__all__ = ("Admission",)
+__all__ = ("SequenceAdmission",)
 
 
-class Admission:
+class SequenceAdmission:
     """Gives waiting sequences rows and blocks, in the policy's order.
 
     Args:

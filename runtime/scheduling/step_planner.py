@@ -20,7 +20,7 @@ from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.queues import SequenceQueues, by_order
-from ostinato.runtime.scheduling.sequence_admission import Admission
+from ostinato.runtime.scheduling.sequence_admission import SequenceAdmission
 from ostinato.runtime.scheduling.sequences.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
@@ -92,7 +92,7 @@ class StepPlanner:
         # would be empty.
         self._shares = shares if num_lanes == 1 else None
         self._resting: Set[Sequence] = frozenset()  # decodes that `_shares` leaves out of the step
-        self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
+        self._admission = SequenceAdmission(queues, loads, whole_prompts=whole_prompts)
 
     def plan(self) -> StepPlan:
         """Plan the next step and count its tokens as computed."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ostinato.conf.sections.server_schema import ServerConfig
-from ostinato.runtime.engine.engine_state import BlockMap, EngineState, RowState, WaitingState
+from ostinato.runtime.engine.engine_state import BlockMap, EngineState, RunningState, WaitingState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats
@@ -31,7 +31,7 @@ FILES = [
 STEP = StepRecord(7, 5.0, 3, 2, 2, 0, 9, 1, [("a", 0, 2)], "captured", 4, 0.125)
 STATE = EngineState(
     stats=EngineStats(num_running=2, max_num_seqs=8, num_output_tokens=11),
-    rows=[RowState(0, "a", 5, 5, 2, 9, 1, 1, 3, 0, 0.5)],
+    rows=[RunningState(0, "a", 5, 5, 2, 9, 1, 1, 3, 0, 0.5)],
     num_rows=2,
     waiting=[WaitingState("b", 6, 0, 0.25, 0)],
     blocks=BlockMap(4, 16, 1, [3, 2, 1, 0], [3, 0, 0, 0], [1, 1, 1, 1]),
