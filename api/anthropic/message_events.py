@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ostinato.api.anthropic.schemas import Reply, ReplyText, ReplyThinking, ReplyToolUse, Usage
+from ostinato.api.anthropic.schemas import (
+    MessagesUsage,
+    Reply,
+    ReplyText,
+    ReplyThinking,
+    ReplyToolUse,
+)
 from ostinato.api.base.timeline import Timeline
 
 __all__ = (
@@ -68,7 +74,7 @@ class StopDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 class MessageChanges(_Tagged, frozen=True, kw_only=True, tag="message_delta"):
     delta: StopDelta
-    usage: Usage
+    usage: MessagesUsage
 
 
 class MessageEnds(_Tagged, frozen=True, kw_only=True, tag="message_stop"):

@@ -16,7 +16,7 @@ from ostinato.api.anthropic.message_events import (
     StopDelta,
 )
 from ostinato.api.anthropic.preparation import PreparedMessages
-from ostinato.api.anthropic.schemas import Reply, Usage
+from ostinato.api.anthropic.schemas import MessagesUsage, Reply
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.chat.chat_deltas import ChatDeltas
 from ostinato.api.chat.content_blocks import ContentBlocks
@@ -96,10 +96,10 @@ class MessagesReply:
             prompt_token_offsets=self._report.token_offsets,
         )
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> MessagesUsage:
         usage = self._deltas.tally.usage
         cached = usage.prompt_tokens_details.cached_tokens
-        return Usage(
+        return MessagesUsage(
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,

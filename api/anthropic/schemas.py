@@ -26,6 +26,7 @@ __all__ = (
     "CountTokensRequest",
     "ImageBlock",
     "MessagesRequest",
+    "MessagesUsage",
     "NoChoice",
     "RedactedThinkingBlock",
     "Reply",
@@ -41,7 +42,6 @@ __all__ = (
     "ToolUseBlock",
     "Turn",
     "UrlSource",
-    "Usage",
 )
 
 _SERVICE = "features of a hosted service"
@@ -283,7 +283,7 @@ class ReplyToolUse(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     input: dict[str, Any]
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int  # without cached tokens
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
@@ -301,7 +301,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     content: list[ReplyText | ReplyThinking | ReplyToolUse]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: Usage
+    usage: MessagesUsage
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET

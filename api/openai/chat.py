@@ -34,7 +34,7 @@ from ostinato.api.schemas.chat_completions import (
     ReplyToolCall,
     ToolCallDelta,
 )
-from ostinato.api.schemas.usage import PromptLogprobs, Usage
+from ostinato.api.schemas.usage import CompletionUsage, PromptLogprobs
 from ostinato.api.service.reply_state import ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -102,8 +102,8 @@ async def to_chunks(
     *,
     options: ReplyOptions,
     echo: str = "",
-    first_usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+    first_usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET,
+    usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
     """The chunks for one delta. Other tasks run while a large one is made.
 
@@ -120,7 +120,7 @@ async def to_chunks(
         usage: `usage` of the other chunks; UNSET = they have no such field.
     """
     output = delta.output
-    choices: list[tuple[ChatChunkChoice, Usage | msgspec.UnsetType | None]] = []
+    choices: list[tuple[ChatChunkChoice, CompletionUsage | msgspec.UnsetType | None]] = []
     if output.num_output_tokens == len(output.new_token_ids):  # the first output of this completion
         role = ChatChunkChoice(index=output.index, delta=DeltaMessage("assistant", echo))
         choices.append((role, first_usage))
@@ -154,7 +154,7 @@ async def to_chunks(
 def to_chunk(
     head: ReplyHead,
     choices: list[ChatChunkChoice],
-    usage: Usage | msgspec.UnsetType | None,
+    usage: CompletionUsage | msgspec.UnsetType | None,
 ) -> ChatChunk:
     """The chunk with some choices; none for the last chunk, which has the usage of the request."""
     return ChatChunk(
@@ -214,7 +214,7 @@ async def to_response(
     options: ReplyOptions,
     echo: str = "",
     only_calls: bool = False,
-    usage: Usage,
+    usage: CompletionUsage,
 ) -> ChatResponse:
     """The whole answer to a request without `stream`. Other tasks run while a large one is made.
 

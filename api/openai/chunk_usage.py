@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.generation_fields import StreamOptions
-from ostinato.api.schemas.usage import PromptTokensDetails, Usage, completion_details
+from ostinato.api.schemas.usage import CompletionUsage, PromptTokensDetails, completion_details
 from ostinato.api.service.reply_state import add_prediction
 from ostinato.runtime.types.outputs import RequestOutput
 
@@ -53,22 +53,22 @@ class ChunkUsage:
         counts.prediction = add_prediction(counts.prediction, output) or (0, 0)
         counts.cached = output.num_cached_tokens
 
-    def of_chunk(self, prompt_index: int, choice: int) -> Usage | UnsetType | None:
+    def of_chunk(self, prompt_index: int, choice: int) -> CompletionUsage | UnsetType | None:
         """The usage so far. None = only the last chunk has it. UNSET = it is not requested."""
         if not self._is_continuous:
             return None if self.at_end else UNSET
         return self._usage(prompt_index, self._counts.get(choice, _Counts()))
 
-    def of_first_chunk(self, prompt_index: int, choice: int) -> Usage | UnsetType | None:
+    def of_first_chunk(self, prompt_index: int, choice: int) -> CompletionUsage | UnsetType | None:
         """The usage before the first token, for the chunk with the role or the echoed prompt."""
         if not self._is_continuous:
             return self.of_chunk(prompt_index, choice)
         cached = self._counts.get(choice, _Counts()).cached
         return self._usage(prompt_index, _Counts(cached=cached))
 
-    def _usage(self, prompt_index: int, counts: _Counts) -> Usage:
+    def _usage(self, prompt_index: int, counts: _Counts) -> CompletionUsage:
         num_prompt_tokens = self._num_prompt_tokens[prompt_index]
-        return Usage(
+        return CompletionUsage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=counts.output,
             total_tokens=num_prompt_tokens + counts.output,

@@ -27,7 +27,7 @@ from ostinato.api.schemas.text_completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from ostinato.api.schemas.usage import PromptLogprobs, Usage
+from ostinato.api.schemas.usage import CompletionUsage, PromptLogprobs
 from ostinato.api.service.reply_state import CollectedCompletion, ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import RequestOutput, TokenLogprobs
@@ -182,7 +182,7 @@ class TextOffsets:
 def to_completion(
     head: ReplyHead,
     choices: list[CompletionChoice],
-    usage: Usage | msgspec.UnsetType | None,
+    usage: CompletionUsage | msgspec.UnsetType | None,
 ) -> Completion:
     """The answer or the chunk with some choices; none for the last chunk, which has the usage."""
     return Completion(
@@ -201,7 +201,7 @@ def echo_chunk(
     echo: Echo,
     logprobs: CompletionLogprobs | None,
     *,
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+    usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion:
     """The chunk with the prompt, which is sent before the chunks of the completion.
 
@@ -224,7 +224,7 @@ async def to_chunk(
     *,
     options: ReplyOptions,
     text_offset: int = 0,
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+    usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion | None:
     """The chunk for one output; None = its text is held back. Other tasks run while a large one is
     made. See `echo_chunk` for other arguments.
@@ -269,7 +269,7 @@ async def to_response(
     *,
     options: ReplyOptions,
     echoes: Sequence[Echo] = (),
-    usage: Usage,
+    usage: CompletionUsage,
 ) -> Completion:
     """The whole answer to a request without `stream`. Other tasks run while a large one is made.
 

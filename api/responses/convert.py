@@ -10,29 +10,29 @@ import msgspec
 
 from ostinato.api.responses.schemas import (
     UNSUPPORTED,
-    AllowedToolsChoice,
     CallItem,
     CallOutputItem,
     CustomCallItem,
     CustomCallOutputItem,
     CustomToolDefinition,
     GrammarFormat,
-    InputImagePart,
     InputItem,
     NamedCustomTool,
     NamedTool,
     PromptFields,
     ReasoningItem,
+    ResponsesAllowedToolsChoice,
+    ResponsesInputImagePart,
     ResponsesRequest,
     SchemaFormat,
     ToolChoice,
     ToolDefinition,
 )
-from ostinato.api.schemas import conversation, media_parts
 from ostinato.api.schemas.body_decoding import refusal
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
     AllowedTools,
+    AllowedToolsChoice,
     CalledCustomTool,
     CalledFunction,
     ContentPart,
@@ -49,6 +49,7 @@ from ostinato.api.schemas.conversation import (
     TextPart,
     Tool,
 )
+from ostinato.api.schemas.media_parts import InputImagePart
 from ostinato.api.schemas.response_format import (
     JsonSchemaFormat,
     NamedSchema,
@@ -116,9 +117,9 @@ def _tool(tool: ToolDefinition | CustomToolDefinition) -> Tool | CustomToolEntry
 
 def _choice(choice: str | ToolChoice | None) -> Any:
     """The equivalent `tool_choice` of a chat request."""
-    if isinstance(choice, AllowedToolsChoice):
+    if isinstance(choice, ResponsesAllowedToolsChoice):
         tools = [_choice(one) for one in choice.tools]
-        return conversation.AllowedToolsChoice(AllowedTools(mode=choice.mode, tools=tools))
+        return AllowedToolsChoice(AllowedTools(mode=choice.mode, tools=tools))
     if isinstance(choice, NamedTool):
         return NamedToolChoice(NamedFunction(choice.name))
     if isinstance(choice, NamedCustomTool):
@@ -272,11 +273,13 @@ class _Conversation:
 
 def _content(content: str | Sequence[Any]) -> str | list[ContentPart]:
     """The content of a message: one text, or parts if it has images."""
-    if isinstance(content, str) or not any(isinstance(one, InputImagePart) for one in content):
+    if isinstance(content, str) or not any(
+        isinstance(one, ResponsesInputImagePart) for one in content
+    ):
         return _text(content)
     return [
-        media_parts.InputImagePart(image_url=one.image_url, detail=one.detail)
-        if isinstance(one, InputImagePart)
+        InputImagePart(image_url=one.image_url, detail=one.detail)
+        if isinstance(one, ResponsesInputImagePart)
         else TextPart(one.text)
         for one in content
     ]
@@ -288,7 +291,9 @@ def _assistant_text(content: str | Sequence[Any]) -> str:
     Raises:
         InvalidRequestError: it has an image.
     """
-    if not isinstance(content, str) and any(isinstance(one, InputImagePart) for one in content):
+    if not isinstance(content, str) and any(
+        isinstance(one, ResponsesInputImagePart) for one in content
+    ):
         raise InvalidRequestError(
             "input has an image in a message of the assistant, which has text only; move it to a"
             " message of the user",

@@ -28,7 +28,7 @@ from ostinato.api.responses.response_object import (
     OutputUsage,
     ReasoningShown,
     Response,
-    Usage,
+    ResponsesUsage,
 )
 from ostinato.api.responses.schemas import (
     ItemStatus,
@@ -217,10 +217,10 @@ class ResponsesReply:
                 input_items=self.input_items,
             )
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> ResponsesUsage:
         tally = self._deltas.tally
         usage = tally.usage
-        return Usage(
+        return ResponsesUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputUsage(
                 cached_tokens=usage.prompt_tokens_details.cached_tokens

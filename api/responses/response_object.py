@@ -38,7 +38,7 @@ __all__ = (
     "ReasoningShown",
     "ReasoningText",
     "Response",
-    "Usage",
+    "ResponsesUsage",
 )
 
 
@@ -104,7 +104,7 @@ class OutputUsage(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     input_tokens_details: InputUsage
     output_tokens: int
@@ -147,7 +147,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[ToolDefinition | CustomToolDefinition]
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
-    usage: Usage | None = None
+    usage: ResponsesUsage | None = None
     user: str | None = None
     max_tool_calls: int | None = None
     safety_identifier: str | None = None

@@ -29,14 +29,12 @@ from ostinato.runtime.types.params import MAX_LOGPROBS, RepetitionDetectionParam
 
 __all__ = (
     "UNSUPPORTED",
-    "AllowedToolsChoice",
     "CallItem",
     "CallOutputItem",
     "CustomCallItem",
     "CustomCallOutputItem",
     "CustomToolDefinition",
     "GrammarFormat",
-    "InputImagePart",
     "InputItem",
     "InputTextPart",
     "InputTokensRequest",
@@ -48,9 +46,11 @@ __all__ = (
     "PromptFields",
     "ReasoningConfig",
     "ReasoningItem",
+    "ResponsesAllowedToolsChoice",
+    "ResponsesInputImagePart",
     "ResponsesRequest",
+    "ResponsesStreamOptions",
     "SchemaFormat",
-    "StreamOptions",
     "SummaryKind",
     "TextConfig",
     "ToolChoice",
@@ -91,7 +91,7 @@ class InputTextPart(
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class InputImagePart(
+class ResponsesInputImagePart(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -104,7 +104,7 @@ class InputImagePart(
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class RefusalPart(
+class ResponsesRefusalPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
 ):
     """A refusal in an earlier answer. The model sees it as text."""
@@ -133,7 +133,9 @@ class OutputTextPart(
 
 class MessageItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputTextPart | InputImagePart | OutputTextPart | RefusalPart]
+    content: (
+        str | list[InputTextPart | ResponsesInputImagePart | OutputTextPart | ResponsesRefusalPart]
+    )
     phase: str | None = None
 
 
@@ -155,7 +157,7 @@ class CallOutputItem(
     _Item, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
 ):
     call_id: NotEmpty
-    output: str | list[InputTextPart | InputImagePart]
+    output: str | list[InputTextPart | ResponsesInputImagePart]
     name: str | None = None  # the function's name; has no effect, because `call_id` names the call
     caller: DirectCaller | None = None
 
@@ -172,7 +174,7 @@ class CustomCallOutputItem(
     _Item, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
 ):
     call_id: NotEmpty
-    output: str | list[InputTextPart | InputImagePart]
+    output: str | list[InputTextPart | ResponsesInputImagePart]
     caller: DirectCaller | None = None
 
 
@@ -261,7 +263,7 @@ class NamedCustomTool(
     name: FunctionName
 
 
-class AllowedToolsChoice(
+class ResponsesAllowedToolsChoice(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -275,7 +277,7 @@ class AllowedToolsChoice(
     tools: Annotated[list[NamedTool | NamedCustomTool], msgspec.Meta(min_length=1)]
 
 
-ToolChoice = NamedTool | NamedCustomTool | AllowedToolsChoice
+ToolChoice = NamedTool | NamedCustomTool | ResponsesAllowedToolsChoice
 
 
 class SchemaFormat(
@@ -312,7 +314,7 @@ class ReasoningConfig(
     mode: Literal["standard"] | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] = False  # events are never padded
 
 
@@ -364,7 +366,7 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float | None = None
     stream: bool | None = None
     background: bool | None = None  # generate without an open connection; needs the store
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     # The following fields have no effect. The reply repeats them, with two exceptions: it leaves

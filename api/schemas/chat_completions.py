@@ -25,7 +25,7 @@ from ostinato.api.schemas.conversation import (
 )
 from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.media_parts import MediaSettings
-from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
+from ostinato.api.schemas.usage import CompletionUsage, PromptLogprobs, TokenOffsets
 
 __all__ = (
     "ChatChoice",
@@ -161,7 +161,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
@@ -216,7 +216,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[ChatChunkChoice]
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET

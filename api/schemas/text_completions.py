@@ -8,7 +8,7 @@ import msgspec
 
 from ostinato.api.base.timeline import Timeline
 from ostinato.api.schemas.generation_fields import GenerationFields
-from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
+from ostinato.api.schemas.usage import CompletionUsage, PromptLogprobs, TokenOffsets
 
 __all__ = (
     "Completion",
@@ -56,5 +56,5 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: CompletionUsage | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # streams: in a chunk without choices

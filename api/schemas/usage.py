@@ -8,11 +8,11 @@ import msgspec
 
 __all__ = (
     "CompletionTokensDetails",
+    "CompletionUsage",
     "PromptLogprob",
     "PromptLogprobs",
     "PromptTokensDetails",
     "TokenOffsets",
-    "Usage",
     "completion_details",
 )
 
@@ -48,7 +48,7 @@ def completion_details(
     )
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int

@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.client_fields import ServedTier
-from ostinato.api.schemas.usage import PromptTokensDetails, Usage, completion_details
+from ostinato.api.schemas.usage import CompletionUsage, PromptTokensDetails, completion_details
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 
 __all__ = (
@@ -117,9 +117,9 @@ class Tally:
             self._cached[prompt_index] = output.num_cached_tokens
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> CompletionUsage:
         """The counts as the OpenAI API reports them."""
-        return Usage(
+        return CompletionUsage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,

@@ -11,7 +11,7 @@ from ostinato.api.preparation.preparation import Preparation, PreparationSetting
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
-from ostinato.api.schemas.usage import Usage
+from ostinato.api.schemas.usage import CompletionUsage
 from ostinato.api.service.reply_state import (
     CollectedCompletion,
     ReplyHead,
@@ -54,7 +54,7 @@ def encoded(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def no_usage() -> Usage:
+def no_usage() -> CompletionUsage:
     return Tally(0).usage
 
 

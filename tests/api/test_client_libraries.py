@@ -175,7 +175,7 @@ PARTS = [
             "prewarm": Unsupported("prompts that are computed for later"),
         },
     ),
-    Pair(response_create_params.StreamOptions, responding.StreamOptions),
+    Pair(response_create_params.StreamOptions, responding.ResponsesStreamOptions),
     Pair(Reasoning, responding.ReasoningConfig),
     Pair(responses.ResponseTextConfigParam, responding.TextConfig),
     Pair(
@@ -187,7 +187,7 @@ PARTS = [
     Pair(responses.CustomToolParam, responding.CustomToolDefinition),
     Pair(custom_tool_input_format.Grammar, responding.GrammarFormat),
     Pair(responses.ToolChoiceCustomParam, responding.NamedCustomTool),
-    Pair(responses.ToolChoiceAllowedParam, responding.AllowedToolsChoice),
+    Pair(responses.ToolChoiceAllowedParam, responding.ResponsesAllowedToolsChoice),
     Pair(responses.ResponseCustomToolCallParam, responding.CustomCallItem, responding.UNSUPPORTED),
     Pair(responses.ResponseCustomToolCallOutputParam, responding.CustomCallOutputItem),
     Pair(easy_input_message_param.EasyInputMessageParam, responding.MessageItem),
