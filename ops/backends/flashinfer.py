@@ -1,58 +1,35 @@
 """The `flashinfer` backend: FlashInfer's paged decode and prefill kernels behind the op.
 
-FlashInfer is an optional dependency (`pip install ostinato[flashinfer]`) and is imported when a
-planner is made. Its kernels are built with nvcc when they are first planned, unless a prebuilt
-package is installed. Before each step, the planner that `make_planner` returns must plan it.
+FlashInfer (`ops/flashinfer_library.py`) is imported when a planner is made. Before each step, the
+planner that `make_planner` returns must plan it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, PlanKey, PlannedTable
-from ostinato.ops.backends.flashinfer_plan import (
-    WORKSPACE_BYTES,
-    FlashInferPlanner,
-    Library,
-    Plan,
-)
+from ostinato.ops.backends.flashinfer_plan import WORKSPACE_BYTES, FlashInferPlanner, Plan
 from ostinato.ops.backends.triton import write_kv
+from ostinato.ops.flashinfer_library import Library, load_library, why_unavailable
 
-__all__ = ("BACKEND", "FlashInferBackend", "load_library", "why_shape_unsupported")
+__all__ = ("BACKEND", "FlashInferBackend", "why_shape_unsupported")
 
 _HEAD_DIMS = (64, 128, 256)
-_DTYPES = (torch.float16, torch.bfloat16)
-
-
-def load_library() -> Library:
-    """The parts of the installed FlashInfer that the backend calls.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    flashinfer = import_module("flashinfer")
-    return Library(
-        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
-        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
-        flashinfer.fast_decode_plan,
-    )
+_LEAST_CAPABILITY = (8, 0)
 
 
 def why_shape_unsupported(spec: AttentionSpec) -> str | None:
-    """The reason the kernels cannot take `spec`'s shapes and type, whatever the device."""
+    """The reason the kernels cannot take `spec`'s shapes, whatever the device and the type."""
     if spec.has_two_head_sizes:
         return (
             f"needs keys and values of one size, but the model has {spec.head_dim} and "
             f"{spec.value_dim}"
         )
-    if spec.dtype not in _DTYPES:
-        return f"needs float16 or bfloat16, but the model has {spec.dtype}"
     if spec.converts_cache:
         return (
             f"keeps keys and values in the model's type {spec.dtype}, but cache.dtype asks for "
@@ -97,16 +74,12 @@ class FlashInferBackend:
         self._handles = count(1)
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
-        if spec.device.type != "cuda":
-            return f"needs a CUDA device, but the model is on {spec.device.type}"
-        if not torch.cuda.is_available():
-            return "needs a CUDA device, none is visible"
-        if self._library is None and find_spec("flashinfer") is None:
-            return "flashinfer is not installed; pip install ostinato[flashinfer]"
+        if (reason := why_unavailable(spec.device, spec.dtype)) is not None:
+            return reason
         capability = torch.cuda.get_device_capability(spec.device)
-        if capability < (8, 0):
-            return "needs compute capability 8.0 or newer, but the device has {}.{}".format(
-                *capability
+        if capability < _LEAST_CAPABILITY:
+            return "needs compute capability {}.{} or newer, but the device has {}.{}".format(
+                *_LEAST_CAPABILITY, *capability
             )
         if spec.sees_ahead:
             return "tokens of this model's images see later tokens, which its kernels do not do"

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionSpec, HostMetadata, PlanKey, PlannedTable
+from ostinato.ops.flashinfer_library import Library
 
 __all__ = (
     "WORKSPACE_BYTES",
     "FlashInferPlanner",
-    "Library",
     "PageArrays",
     "Plan",
     "fill_pages",
@@ -29,14 +29,6 @@ __all__ = (
 WORKSPACE_BYTES = 16 << 20  # initial size of the float workspace
 _ALIGNMENT = 16  # int32 elements: every section starts at a multiple of 64 bytes
 _MIN_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head; with fewer, the scalar kernel is as fast
-
-
-class Library(NamedTuple):
-    """The parts of FlashInfer that the backend calls."""
-
-    decode_wrapper: Callable[..., Any]  # BatchDecodeWithPagedKVCacheWrapper
-    prefill_wrapper: Callable[..., Any]  # BatchPrefillWithPagedKVCacheWrapper
-    fast_decode_plan: Callable[..., None]
 
 
 class PageArrays(NamedTuple):

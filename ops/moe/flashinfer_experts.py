@@ -2,9 +2,8 @@
 
 One call of FlashInfer's `cutlass_fused_moe` sorts the pairs of a token and an expert, multiplies by
 gate and up, applies the activation, multiplies by down, and adds a token's experts. It takes the
-result of `route`, so every way of routing works. FlashInfer is an optional dependency
-(`pip install ostinato[flashinfer]`). It builds its kernels with nvcc when they are first called,
-unless its prebuilt package is installed. On other devices than CUDA the op runs as plain torch.
+result of `route`, so every way of routing works. FlashInfer is optional
+(`ops/flashinfer_library.py`). On other devices than CUDA the op runs as plain torch.
 Tests replace FlashInfer by a stand-in, and compare its results with those of plain torch. The call
 of FlashInfer itself is not yet verified on hardware.
 
@@ -15,55 +14,28 @@ the bits of a result would change from run to run. Its tuner is not started
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.ops.activation import ACTIVATIONS, CLAMPED_GATE, activate
+from ostinato.ops.flashinfer_library import Library, load_library, why_unavailable
 from ostinato.ops.moe.moe_linear import moe_linear
 from ostinato.ops.register import register_op
 
 __all__ = (
-    "LEAST_VERSION",
-    "Library",
     "clamped_gate",
     "flashinfer_experts",
     "launch_experts",
-    "load_library",
     "why_shape_unsupported",
     "why_unsupported",
 )
 
-LEAST_VERSION = "0.6.18"  # as the extra in pyproject.toml
-_DTYPES = (torch.float16, torch.bfloat16)
 _CAPABILITIES = ("8.9", "9.0", "10.0", "10.3", "10.7", "11.0", "12.0", "12.1")
 _ALIGNMENT = 8  # elements of 16 bits: rows begin at multiples of 16 bytes
 # Our name of an activation -> FlashInfer's name of the gated one.
 _GATED = {"silu": "Swiglu", "gelu": "Geglu", "gelu_tanh": "GegluTanh", "swigluoai": "Swiglu"}
-
-
-class Library(NamedTuple):
-    """The parts of FlashInfer that the op calls."""
-
-    fused_moe: Callable[..., Any]  # cutlass_fused_moe
-    activations: Any  # the enum ActivationType
-
-
-@cache
-def load_library() -> Library:
-    """The parts of the installed FlashInfer that the op calls.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    flashinfer = import_module("flashinfer")
-    return Library(flashinfer.cutlass_fused_moe, flashinfer.ActivationType)
 
 
 def why_unsupported(
@@ -71,21 +43,10 @@ def why_unsupported(
 ) -> str | None:
     """The reason the kernels cannot run on this device with activations of this dtype, or None.
 
-    Args:
-        device: the model's device.
-        dtype: the dtype of the activations.
-        is_here: whether the device is in this machine. If not, only its type and the dtype are
-            checked.
+    For the arguments see `why_unavailable`.
     """
-    if device.type != "cuda":
-        return f"needs a CUDA device, but the model is on {device.type}"
-    if dtype not in _DTYPES:
-        return f"needs float16 or bfloat16, but the model has {dtype}"
-    if not is_here:
-        return None
-    if not torch.cuda.is_available():
-        return "needs a CUDA device, none is visible"
-    if (reason := _why_not_installed()) is not None:
+    reason = why_unavailable(device, dtype, is_here=is_here)
+    if reason is not None or not is_here:
         return reason
     capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
     if capability not in _CAPABILITIES:
@@ -93,24 +54,6 @@ def why_unsupported(
             f"needs compute capability {', '.join(_CAPABILITIES)}, but the device has {capability}"
         )
     return None
-
-
-def _why_not_installed() -> str | None:
-    needed = f"needs FlashInfer {LEAST_VERSION} or newer"
-    remedy = "pip install ostinato[flashinfer]"
-    try:
-        found = version("flashinfer-python")
-    except PackageNotFoundError:
-        return f"{needed}, which is not installed; {remedy}"
-    if _numbers(found) < _numbers(LEAST_VERSION):
-        return f"{needed}, {found} is installed; {remedy}"
-    return None
-
-
-def _numbers(version_text: str) -> list[int]:
-    """The release of a version: [0, 6, 18] of `0.6.18.post1` and of `0.6.18rc1+cu130`."""
-    release = re.match(r"\d+(\.\d+)*", version_text)
-    return [] if release is None else [int(part) for part in release[0].split(".")]
 
 
 def why_shape_unsupported(hidden_size: int, intermediate_size: int, activation: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.ops.backends.flashinfer_plan import Library
+from ostinato.ops.flashinfer_library import Library
 
 
 class StandIn:
@@ -216,7 +216,12 @@ def fast_decode_plan(
     wrapper.set_options((num_qo_heads, num_kv_heads, head_dim, page_size), options)
 
 
-STAND_IN = Library(DecodeStandIn, PrefillStandIn, fast_decode_plan)
+def absent(*arguments: Any, **options: Any) -> None:
+    """Stands for the parts of FlashInfer that attention does not call."""
+    raise AssertionError("attention does not call it")
+
+
+STAND_IN = Library(DecodeStandIn, PrefillStandIn, fast_decode_plan, absent, absent)
 
 
 RECORDED: dict[str, dict[str, str]] = json.loads(
@@ -246,6 +251,8 @@ def recorded_library(version: str) -> Library:
         classes["BatchDecodeWithPagedKVCacheWrapper"],
         classes["BatchPrefillWithPagedKVCacheWrapper"],
         functions["fast_decode_plan"],
+        functions["cutlass_fused_moe"],
+        functions["ActivationType"],
     )
 
 
@@ -306,4 +313,6 @@ def bound_to(real: Library, calls: list[str]) -> Library:
         checked(real.decode_wrapper, DecodeStandIn),
         checked(real.prefill_wrapper, PrefillStandIn),
         fast,
+        absent,
+        absent,
     )

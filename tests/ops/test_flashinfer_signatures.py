@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ostinato.graphs.buckets import GraphKey
 from ostinato.ops.attention import AttentionSpec, PlannedTable
-from ostinato.ops.backends.flashinfer_plan import Library, PageArrays, fill_pages
+from ostinato.ops.backends.flashinfer_plan import PageArrays, fill_pages
+from ostinato.ops.flashinfer_library import Library, load_library
 from tests.ops.attention_steps import Shape
 from tests.ops.attention_steps import run as run_step
 from tests.ops.flashinfer_stand_in import RECORDED, bound_to, recorded_library
@@ -117,7 +118,8 @@ def test_why_unsupported() -> None:
     assert why_shape_unsupported(spec()) is None
     reason = why_shape_unsupported(spec(has_cross=True))
     assert reason == "computes no cross attention; graphs.attention=triton does"
-    assert why_shape_unsupported(spec(dtype=torch.float32)) == (
+    cuda = torch.device("cuda")
+    assert BACKEND.why_unsupported(spec(device=cuda, dtype=torch.float32)) == (
         "needs float16 or bfloat16, but the model has torch.float32"
     )
     assert why_shape_unsupported(spec(has_sinks=True)) == (
@@ -136,8 +138,6 @@ def test_why_unsupported() -> None:
 
 @pytest.fixture
 def flashinfer() -> Library:
-    from ostinato.ops.backends.flashinfer import load_library
-
     try:
         return load_library()
     except ImportError as error:

@@ -17,18 +17,17 @@ from torch.nn import functional as F
 
 import ostinato
 from ostinato.ops.activation import activate
+from ostinato.ops.flashinfer_library import LEAST_VERSION, load_library
 from ostinato.ops.moe.flashinfer_experts import (
-    LEAST_VERSION,
-    Library,
     clamped_gate,
     flashinfer_experts,
     launch_experts,
-    load_library,
     why_shape_unsupported,
     why_unsupported,
 )
 from ostinato.ops.moe.moe_linear import moe_linear
 from tests.ops.flashinfer_stand_in import RECORDED, recorded_signature
+from tests.ops.flashinfer_stand_in import STAND_IN as ATTENTION
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, SIZE, INNER = 5, 40, 24
@@ -108,7 +107,7 @@ def fused_moe(
     return output
 
 
-STAND_IN = Library(fused_moe, Activations)
+STAND_IN = ATTENTION._replace(fused_moe=fused_moe, activations=Activations)
 
 
 def problem(
@@ -232,7 +231,7 @@ def install_flashinfer(monkeypatch: pytest.MonkeyPatch, found: str | None) -> No
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr("ostinato.ops.moe.flashinfer_experts.version", version)
+    monkeypatch.setattr("ostinato.ops.flashinfer_library.version", version)
 
 
 def test_why_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +330,7 @@ def test_every_call_binds_to_flashinfer(version: str) -> None:
 
     for kind in ("silu", "gelu", "gelu_tanh", "swigluoai"):
         p = problem(3, 2, torch.bfloat16, kind, has_bias=True)
-        launch_experts(Library(bound, Activations), *p.arguments, kind)
+        launch_experts(STAND_IN._replace(fused_moe=bound), *p.arguments, kind)
     assert calls == ["Swiglu", "Geglu", "GegluTanh", "Swiglu"]
     assert {one.name: values[one.name] for one in Activations} == {
         one.name: one.value for one in Activations
