@@ -15,7 +15,7 @@ The kernels are quantized.cpp, pack.cpp and repack.cpp in ops/native/quantized/.
 loaded the same ops run as plain torch (ops/quantized_reference.py).
 
 On CUDA the same bytes are read by the Triton kernels of ops/gpu_quantized/, which do not round
-activations. If the checkpoint states 8-bit activations, ops/rounded/ multiplies the weights there.
+activations. If the checkpoint states 8-bit activations, ops/w8a8/ multiplies the weights there.
 """
 
 from __future__ import annotations

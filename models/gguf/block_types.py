@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.stored.stored_blocks import (
+from ostinato.ops.checkpoint_values.stored_blocks import (
     BLOCK_LAYOUTS,
     block_factors,
     block_values,

@@ -15,8 +15,8 @@ from ostinato.models.gguf.block_types import FLOAT_TYPES, dequantize
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFFile, GGUFTensor
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
 from ostinato.models.gguf.tensor_names import PARAMETERS, TensorNames, is_matrix
+from ostinato.ops.checkpoint_values.stored_blocks import BLOCK_LAYOUTS
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS
 
 __all__ = ("module_types", "read_tensors", "reordered_modules")
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ostinato.models.gguf.block_types import GROUPED_TYPES
-from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored.stored_blocks import (
+from ostinato.ops.checkpoint_values.stored_blocks import (
     BLOCK_LAYOUTS,
     block_factors,
     block_values,
     pack_blocks,
 )
+from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = ("FORMATS", "common_format", "in_format", "pack_rows")
 

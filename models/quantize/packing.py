@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.quantize.rounding import Rounded
-from ostinato.ops.stored.stored_values import AWQ_ORDER
+from ostinato.ops.checkpoint_values.stored_values import AWQ_ORDER
 
 __all__ = ("FORMATS", "pack", "settings_of")
 

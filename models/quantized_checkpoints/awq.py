@@ -32,7 +32,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
-from ostinato.ops.stored.stored_values import Packing, unpack_words
+from ostinato.ops.checkpoint_values.stored_values import Packing, unpack_words
 
 __all__ = ("Awq", "from_checkpoint")
 

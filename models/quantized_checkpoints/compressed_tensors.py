@@ -28,7 +28,7 @@ from ostinato.models.quantized_checkpoints.stored_groups import (
     stored_dtype,
 )
 from ostinato.models.weight_methods.weight_method import WeightMethod
-from ostinato.ops.rounded.round_rows import InputScales
+from ostinato.ops.w8a8.round_rows import InputScales
 
 __all__ = ("from_checkpoint",)
 

@@ -20,7 +20,7 @@ from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Heade
 from ostinato.models.quantized_checkpoints.stored_floats import Float4, Float8
 from ostinato.models.quantized_checkpoints.stored_groups import InputsStated, static_inputs
 from ostinato.models.weight_methods.weight_method import WeightMethod
-from ostinato.ops.rounded.round_rows import InputScales
+from ostinato.ops.w8a8.round_rows import InputScales
 
 __all__ = ("FloatPolicy", "from_checkpoint", "per_matrix")
 

@@ -32,9 +32,9 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.checkpoint_values.stored_blocks import BLOCK_LAYOUTS
 from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS
 
 __all__ = ("AsStored", "GGUFPolicy", "from_checkpoint")
 

@@ -36,7 +36,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
-from ostinato.ops.stored.stored_values import Packing, unpack_words
+from ostinato.ops.checkpoint_values.stored_values import Packing, unpack_words
 
 __all__ = ("GPTQ_GROUPS", "Gptq", "from_checkpoint", "gptq_method")
 

@@ -37,7 +37,7 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
-from ostinato.ops.stored.stored_values import Packing, unpack_words
+from ostinato.ops.checkpoint_values.stored_values import Packing, unpack_words
 
 __all__ = ("PackedIntegers",)
 

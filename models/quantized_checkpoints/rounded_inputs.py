@@ -1,7 +1,7 @@
 """Weights of 8 bits whose activations are rounded to 8 bits too, on CUDA.
 
 A checkpoint can state that activations have 8 bits (W8A8, FP8). `RoundedInputs` stores such a
-matrix for ops/rounded/rounded_linear.py:
+matrix for ops/w8a8/w8a8_linear.py:
 
     weight       [out, in] float8_e4m3fn or int8, the stored values
     scales       [groups, out] float32
@@ -37,8 +37,8 @@ from ostinato.models.weight_methods.weight_method import (
     WeightMethod,
 )
 from ostinato.models.weight_policy import PolicyOver
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.rounded.rounded_linear import rounded_linear, rounded_moe_linear
+from ostinato.ops.w8a8.round_rows import InputScales
+from ostinato.ops.w8a8.w8a8_linear import w8a8_linear, w8a8_moe_linear
 
 __all__ = ("RoundedInputs", "RoundingPolicy")
 
@@ -135,7 +135,7 @@ class RoundedInputs(WeightMethod):
         *,
         float32_output: bool,
     ) -> Tensor:
-        return rounded_linear(
+        return w8a8_linear(
             x,
             weights["weight"],
             weights["scales"],
@@ -158,7 +158,7 @@ class RoundedInputs(WeightMethod):
         routing_weights: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        return rounded_moe_linear(
+        return w8a8_moe_linear(
             x,
             ids,
             weights["weight"],

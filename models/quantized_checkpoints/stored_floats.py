@@ -28,7 +28,7 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
-from ostinato.ops.stored.stored_values import Packing
+from ostinato.ops.checkpoint_values.stored_values import Packing
 
 __all__ = ("Float4", "Float8")
 

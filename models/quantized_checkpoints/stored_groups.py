@@ -2,7 +2,7 @@
 
 Each format converts its stored tensors to these:
 
-    values  integers from 0 to 2**bits - 1, as they are stored (`Packing` of ops/stored/)
+    values  integers from 0 to 2**bits - 1, as they are stored (`Packing` of ops/checkpoint_values/)
     scales  [out, groups], in the checkpoint's dtype
     zeros   the integers that stand for zero, of the scales' shape, int32; none if symmetric
     g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
@@ -37,9 +37,14 @@ from ostinato.models.weight_methods.weight_method import (
     Part,
     StoredTensor,
 )
+from ostinato.ops.checkpoint_values.stored_values import (
+    Packing,
+    StoredValues,
+    pack_stored,
+    unpack_values,
+)
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.stored.stored_values import Packing, StoredValues, pack_stored, unpack_values
+from ostinato.ops.w8a8.round_rows import InputScales
 
 __all__ = ("G_IDX", "InputsStated", "StoredGroups", "check_scales", "static_inputs", "stored_dtype")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.rounded.rounded_linear import rounded_linear
+from ostinato.ops.w8a8.round_rows import InputScales
+from ostinato.ops.w8a8.w8a8_linear import w8a8_linear
 from tests.models.quantized_checkpoints.writers import Form, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
@@ -127,7 +127,7 @@ def test_products_of_8_bits_are_those_of_plain_torch(
         scale = None if given is None else given.to(device)
         operands = (x.to(device), weight.to(device), scales.to(device))
         added = residual.to(device)
-        result = rounded_linear(*operands, None, group, inputs, input_scale=scale, residual=added)
+        result = w8a8_linear(*operands, None, group, inputs, input_scale=scale, residual=added)
         return result.cpu().float()
 
     torch.testing.assert_close(product("cuda"), product("cpu"), atol=0.1, rtol=0.02)

@@ -30,8 +30,8 @@ MODULES = {
         "logprobs/interpreted_row_logprobs",
         "moe/interpreted_moe_linear",
         "recurrent/interpreted_recurrent",
-        "rounded/interpreted_rounded",
         "sampling/interpreted_unsorted_draw",
+        "w8a8/interpreted_w8a8",
     ),
 }
 

@@ -13,10 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ostinato.ops.checkpoint_values import stored_values
+from ostinato.ops.checkpoint_values.stored_values import (
+    Packing,
+    StoredValues,
+    pack_stored,
+    unpack_values,
+)
 from ostinato.ops.quantized import pack_quantized_weight
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.ops.stored import stored_values
-from ostinato.ops.stored.stored_values import Packing, StoredValues, pack_stored, unpack_values
 from tests.models.quantized_checkpoints.writers import AWQ_SLOTS, words
 from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 

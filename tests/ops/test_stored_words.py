@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ostinato.ops.checkpoint_values.stored_values import (
+    AWQ_ORDER,
+    Packing,
+    unpack_halves,
+    unpack_words,
+)
 from ostinato.ops.native.library import load
-from ostinato.ops.stored.stored_values import AWQ_ORDER, Packing, unpack_halves, unpack_words
 
 SIZES = [(1, 1), (3, 5), (8, 8), (17, 70), (64, 130), (260, 33)]
 

@@ -53,11 +53,11 @@ from ostinato.ops.recurrent.triton_state_space import (
     state_space_constants,
     state_space_kernel,
 )
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.rounded.triton_rounded_linear import (
+from ostinato.ops.w8a8.round_rows import InputScales
+from ostinato.ops.w8a8.triton_w8a8_linear import (
     Operands,
-    rounded_linear_kernel,
-    rounded_linear_launch,
+    w8a8_linear_kernel,
+    w8a8_linear_launch,
 )
 
 __all__ = ("Variant", "compile_variant", "main", "render", "replace_section", "variants")
@@ -270,10 +270,8 @@ def _rounded() -> Iterator[Variant]:
         ("Llama-8B output, W8A8", (4096, 4096), 4096, row, "int8", torch.int8),
     ):
         for rows in (16, 64, 256):
-            constants = rounded_linear_launch(
-                Operands(*size, group, inputs, target), rows
-            ).constants
-            kernel, optional = rounded_linear_kernel, ("residual",)
+            constants = w8a8_linear_launch(Operands(*size, group, inputs, target), rows).constants
+            kernel, optional = w8a8_linear_kernel, ("residual",)
             model = f"{name}, {rows} rows"
             yield Variant(model, "8 bits", dtype, kernel, constants, optional=optional)
 

@@ -21,10 +21,10 @@ from ostinato.models.gguf.block_types import (
 )
 from ostinato.models.gguf.gguf_file import TENSOR_TYPES
 from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format, pack_rows
+from ostinato.ops.checkpoint_values import stored_blocks
+from ostinato.ops.checkpoint_values.stored_blocks import BLOCK_LAYOUTS, block_values
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized import pack_quantized_weight
-from ostinato.ops.stored import stored_blocks
-from ostinato.ops.stored.stored_blocks import BLOCK_LAYOUTS, block_values
 from tests.arch.tree import ROOT
 from tests.ops.kernel_checks import EACH_LEVEL, ops_of
 

@@ -25,7 +25,7 @@ from ostinato.models.weight_methods.int8 import Int8
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.models.weight_methods.weight_method import WeightMethod
-from ostinato.ops.rounded.round_rows import InputScales
+from ostinato.ops.w8a8.round_rows import InputScales
 
 METHODS: tuple[WeightMethod, ...] = (
     Plain(),

@@ -10,17 +10,17 @@ import torch
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 
 from ostinato.benchmarks.machine.kernel_resources import Resources
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.rounded.triton_round_rows import (
+from ostinato.ops.w8a8.round_rows import InputScales
+from ostinato.ops.w8a8.triton_round_rows import (
     groups_constants,
     round_groups_kernel,
     round_whole_rows_kernel,
     rows_constants,
 )
-from ostinato.ops.rounded.triton_rounded_linear import Operands
-from ostinato.ops.rounded.triton_rounded_moe import (
-    rounded_experts_constants,
-    rounded_experts_kernel,
+from ostinato.ops.w8a8.triton_w8a8_linear import Operands
+from ostinato.ops.w8a8.triton_w8a8_moe import (
+    w8a8_experts_constants,
+    w8a8_experts_kernel,
 )
 from tests.ops.triton_checks import compiled_kernel
 
@@ -38,10 +38,10 @@ def compiled(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], **types
 @pytest.mark.parametrize("tokens", [1, 8192])
 def test_experts(tokens: int) -> None:
     operands = Operands(4096, 7168, 128, InputScales.group, E4M3)  # DeepSeek-V3
-    constants = rounded_experts_constants(operands, tokens * 8, 256)
+    constants = w8a8_experts_constants(operands, tokens * 8, 256)
     constants |= {"SLOTS": 8, "IS_SHARED": True}
     types = {"order": "*i64", "ends": "*i64"}
-    used = compiled(rounded_experts_kernel, operands.dtype, constants, **types)
+    used = compiled(w8a8_experts_kernel, operands.dtype, constants, **types)
     assert used.spill_bytes == 0
     assert used.num_wgmma + used.num_mma > 0
 

@@ -1,7 +1,7 @@
-"""The Triton kernel of `rounded_moe_linear` on CUDA: a grouped product of operands of 8 bits.
+"""The Triton kernel of `w8a8_moe_linear` on CUDA: a grouped product of operands of 8 bits.
 
 Pairs of tokens and slots are sorted and given to programs as in ops/moe/triton_moe_linear.py, and
-multiplied as in triton_rounded_linear.py. Not yet verified on hardware.
+multiplied as in triton_w8a8_linear.py. Not yet verified on hardware.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ostinato.ops.moe.triton_moe_linear import combine_slots
 from ostinato.ops.moe.triton_routing import expert_order, num_pair_tiles, pairs_of_tile
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.rounded.triton_round_rows import round_rows_on_cuda
-from ostinato.ops.rounded.triton_rounded_linear import (
+from ostinato.ops.w8a8.round_rows import InputScales
+from ostinato.ops.w8a8.triton_round_rows import round_rows_on_cuda
+from ostinato.ops.w8a8.triton_w8a8_linear import (
     Operands,
     check_operands,
     multiply_rounded_tile,
-    rounded_tile_constants,
+    w8a8_tile_constants,
 )
 
-__all__ = ("rounded_experts_constants", "rounded_experts_kernel", "rounded_moe_on_cuda")
+__all__ = ("w8a8_experts_constants", "w8a8_experts_kernel", "w8a8_moe_on_cuda")
 
 
 @triton.jit
-def rounded_experts_kernel(
+def w8a8_experts_kernel(
     x,  # [T, K], or [T * SLOTS, K]
     x_scales,  # [the same rows, INPUT_GROUPS] float32
     weight,  # [experts, N, K]
@@ -73,20 +73,18 @@ def rounded_experts_kernel(
         tl.store(target, sums.to(out.dtype.element_ty), mask=stored)
 
 
-def rounded_experts_constants(
-    operands: Operands, num_pairs: int, num_experts: int
-) -> dict[str, Any]:
+def w8a8_experts_constants(operands: Operands, num_pairs: int, num_experts: int) -> dict[str, Any]:
     """The kernel's constants. The tile is that for the mean number of pairs of an expert."""
     mean = -(-num_pairs // num_experts)
     if operands.groups > 1:  # the sums of a tile of 128 pairs would not fit the registers
         mean = min(mean, 64)
-    return rounded_tile_constants(operands, mean) | {
+    return w8a8_tile_constants(operands, mean) | {
         "NUM_EXPERTS": num_experts,
         "BLOCK_E": triton.next_power_of_2(num_experts),
     }
 
 
-def rounded_moe_on_cuda(
+def w8a8_moe_on_cuda(
     x: Tensor,
     ids: Tensor,
     weight: Tensor,
@@ -99,7 +97,7 @@ def rounded_moe_on_cuda(
     inputs: InputScales,
     powers: bool,
 ) -> Tensor:
-    """`rounded_moe_linear` (ops/rounded/rounded_linear.py); ids are not checked.
+    """`w8a8_moe_linear` (ops/w8a8/w8a8_linear.py); ids are not checked.
 
     Raises:
         ValueError: a dtype, shape or stride is not supported.
@@ -116,10 +114,10 @@ def rounded_moe_on_cuda(
             x, weight.dtype, inputs, group_size, input_scale, powers=powers
         )
         order, ends = expert_order(ids, num_experts)
-        constants = rounded_experts_constants(operands, pairs, num_experts)
+        constants = w8a8_experts_constants(operands, pairs, num_experts)
         constants |= {"SLOTS": slots, "IS_SHARED": x.shape[0] == num_tokens}
         tiles = num_pair_tiles(pairs, num_experts, constants["BLOCK_M"])
-        rounded_experts_kernel[(tiles, triton.cdiv(out_features, constants["BLOCK_N"]))](
+        w8a8_experts_kernel[(tiles, triton.cdiv(out_features, constants["BLOCK_N"]))](
             rounded,
             x_scales,
             weight,

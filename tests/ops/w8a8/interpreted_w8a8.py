@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from ostinato.ops.rounded.round_rows import InputScales, round_rows
-from ostinato.ops.rounded.triton_round_rows import round_rows_on_cuda
-from ostinato.ops.rounded.triton_rounded_linear import (
+from ostinato.ops.w8a8.round_rows import InputScales, round_rows
+from ostinato.ops.w8a8.triton_round_rows import round_rows_on_cuda
+from ostinato.ops.w8a8.triton_w8a8_linear import (
     Operands,
     fits_scaled_mm,
-    rounded_linear_launch,
-    rounded_linear_on_cuda,
+    w8a8_linear_launch,
+    w8a8_linear_on_cuda,
 )
-from ostinato.ops.rounded.triton_rounded_moe import rounded_moe_on_cuda
+from ostinato.ops.w8a8.triton_w8a8_moe import w8a8_moe_on_cuda
 from tests.ops.exact_fp8 import convert_exactly
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -111,9 +111,9 @@ def check_products(form: Form, rows: int, dtype: torch.dtype) -> None:
     _, size, inputs, powers = form
     product = rounded(p, form) @ dense(p, form).T
     given = (p.x, p.weight, p.scales, p.given)
-    got = rounded_linear_on_cuda(*given, p.bias, p.residual, False, size, inputs, powers)
+    got = w8a8_linear_on_cuda(*given, p.bias, p.residual, False, size, inputs, powers)
     check(got, product + p.bias.double() + p.residual.double(), dtype)
-    got = rounded_linear_on_cuda(*given, None, None, True, size, inputs, powers)
+    got = w8a8_linear_on_cuda(*given, None, None, True, size, inputs, powers)
     check(got, product, torch.float32)
 
 
@@ -149,18 +149,18 @@ def test_experts(form: Form, tokens: int, slots: int) -> None:
     products = torch.stack([x @ each.T for each in matrices], 1) + bias.double()
     each = products[torch.arange(tokens)[:, None], ids.long()]
     given = (p.x, ids, weight, scales, p.given, bias)
-    got = rounded_moe_on_cuda(*given, None, None, size, inputs, powers)
+    got = w8a8_moe_on_cuda(*given, None, None, size, inputs, powers)
     check(got, each.flatten(0, 1), torch.float32)
     routing = torch.rand(tokens, slots, generator=generator)
     whole = (each * routing[:, :, None]).sum(1) + p.residual
-    got = rounded_moe_on_cuda(*given, routing, p.residual, size, inputs, powers)
+    got = w8a8_moe_on_cuda(*given, routing, p.residual, size, inputs, powers)
     check(got, whole, torch.float32)
 
 
 def test_the_path_depends_on_shapes_alone() -> None:
     operands = Operands(4096, 4096, 4096, ROW, E4M3)
-    assert rounded_linear_launch(operands, 1).grid == (64, 1, 4)
-    assert rounded_linear_launch(operands, 64).grid == (32, 1, 8)
+    assert w8a8_linear_launch(operands, 1).grid == (64, 1, 4)
+    assert w8a8_linear_launch(operands, 64).grid == (32, 1, 8)
     assert not fits_scaled_mm(operands, 64, torch.bfloat16)
     assert fits_scaled_mm(operands, 65, torch.bfloat16)
     for other in (
@@ -183,4 +183,4 @@ def test_what_the_kernels_do_not_read_is_refused() -> None:
         ("a power of two", p.x, p.weight, p.scales, 48),
     ):
         with pytest.raises(ValueError, match=message):
-            rounded_linear_on_cuda(x, weight, scales, None, None, None, False, size, ROW, False)
+            w8a8_linear_on_cuda(x, weight, scales, None, None, None, False, size, ROW, False)

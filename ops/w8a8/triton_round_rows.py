@@ -1,4 +1,4 @@
-"""The Triton kernels that round activations to 8 bits (ops/rounded/round_rows.py)."""
+"""The Triton kernels that round activations to 8 bits (ops/w8a8/round_rows.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.ops.rounded.round_rows import LARGEST, LEAST, InputScales
+from ostinato.ops.w8a8.round_rows import LARGEST, LEAST, InputScales
 
 __all__ = (
     "groups_constants",
@@ -151,7 +151,7 @@ def round_rows_on_cuda(
     *,
     powers: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`round_rows` (ops/rounded/round_rows.py) for x with contiguous rows and any row stride."""
+    """`round_rows` (ops/w8a8/round_rows.py) for x with contiguous rows and any row stride."""
     num_rows, in_features = x.shape
     out = torch.empty((num_rows, in_features), dtype=dtype, device=x.device)
     groups = -(-in_features // group_size) if inputs is InputScales.group else 1

@@ -1,4 +1,4 @@
-"""`rounded_linear` and `rounded_moe_linear` in plain torch, and the call of `torch._scaled_mm`."""
+"""`w8a8_linear` and `w8a8_moe_linear` in plain torch, and the call of `torch._scaled_mm`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from ostinato.ops.rounded.round_rows import InputScales, round_rows
-from ostinato.ops.rounded.rounded_linear import rounded_linear, rounded_moe_linear
+from ostinato.ops.w8a8.round_rows import InputScales, round_rows
+from ostinato.ops.w8a8.w8a8_linear import w8a8_linear, w8a8_moe_linear
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 ROW, GROUP, STATIC = InputScales
@@ -66,11 +66,9 @@ def test_products_are_those_of_the_formula(
             matrix = weight[:, begin : begin + group].double() * scales[begin // group, :, None]
             expected[row] += matrix @ (whole.double() * scale)
     expected += bias.double() + residual.double()
-    got = rounded_linear(
-        x, weight, scales, bias, group, inputs, input_scale=given, residual=residual
-    )
+    got = w8a8_linear(x, weight, scales, bias, group, inputs, input_scale=given, residual=residual)
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-5)
-    half = rounded_linear(x.half(), weight, scales, None, group, inputs, input_scale=given)
+    half = w8a8_linear(x.half(), weight, scales, None, group, inputs, input_scale=given)
     assert half.dtype == torch.float16
 
 
@@ -82,31 +80,31 @@ def test_experts_are_products_of_their_own() -> None:
     x = torch.randn(4, 64, generator=generator)
     ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]], dtype=torch.int32)
     bias = torch.randn(3, 20, generator=generator)
-    got = rounded_moe_linear(x, ids, weight, scales, bias, 32, GROUP)
+    got = w8a8_moe_linear(x, ids, weight, scales, bias, 32, GROUP)
     for index, expert in enumerate(ids.flatten().tolist()):
         row = x[index // 2 : index // 2 + 1]
-        alone = rounded_linear(row, weight[expert], scales[expert], bias[expert], 32, GROUP)
+        alone = w8a8_linear(row, weight[expert], scales[expert], bias[expert], 32, GROUP)
         assert torch.equal(got[index], alone[0])
     routing, residual = torch.rand(4, 2, generator=generator), torch.randn(4, 20)
-    whole = rounded_moe_linear(
+    whole = w8a8_moe_linear(
         x, ids, weight, scales, bias, 32, GROUP, routing_weights=routing, residual=residual
     )
     expected = (got.view(4, 2, 20) * routing[:, :, None]).sum(1) + residual
     torch.testing.assert_close(whole, expected)
     with pytest.raises(ValueError, match="ids must be experts, 0 to 2"):
-        rounded_moe_linear(x, ids + 1, weight, scales, bias, 32, GROUP)
+        w8a8_moe_linear(x, ids + 1, weight, scales, bias, 32, GROUP)
 
 
 def test_scaled_mm_is_called_as_torch_wants() -> None:
     """torch multiplies float8 on a CPU too, with the same arguments."""
-    kernels = pytest.importorskip("ostinato.ops.rounded.triton_rounded_linear")
+    kernels = pytest.importorskip("ostinato.ops.w8a8.triton_w8a8_linear")
     weight, scales = stored(E4M3, (48, 64), 64)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(70, 64, generator=generator).bfloat16()
     bias, residual = torch.randn(48).bfloat16(), torch.randn(70, 48).bfloat16()
     rounded, x_scales = round_rows(x, E4M3, ROW, 64, None, powers=False)
     got = kernels.scaled_mm(rounded, x_scales, weight, scales, bias, residual)
-    expected = rounded_linear(x, weight, scales, bias, 64, ROW, residual=residual)
+    expected = w8a8_linear(x, weight, scales, bias, 64, ROW, residual=residual)
     torch.testing.assert_close(got, expected, atol=0.06, rtol=0.02)
 
 
@@ -114,8 +112,8 @@ def test_the_ops_have_honest_fakes() -> None:
     weight, scales = stored(INT8, (20, 64), 32)  # opcheck does not support float8
     x, bias = torch.randn(3, 64), torch.randn(20)
     given = (x, weight, scales, None, bias, None, True, 32, "group", False)
-    opcheck(torch.ops.ostinato.rounded_linear.default, given)
+    opcheck(torch.ops.ostinato.w8a8_linear.default, given)
     ids = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
     stack = weight.expand(2, -1, -1).contiguous(), scales.expand(2, -1, -1).contiguous()
     given = (x, ids, *stack, None, None, torch.rand(3, 2), None, 32, "group", False)
-    opcheck(torch.ops.ostinato.rounded_moe_linear.default, given)
+    opcheck(torch.ops.ostinato.w8a8_moe_linear.default, given)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `rounded_linear` on CUDA: both operands have 8 bits.
+"""The Triton kernel of `w8a8_linear` on CUDA: both operands have 8 bits.
 
 The matrix units multiply floats (e4m3) or integers. Sums of integers are exact. Sums of floats are
 added in float32 after at most 128 products, because the matrix units of compute capability 9.0 keep
@@ -26,19 +26,19 @@ from ostinato.ops.gpu_quantized.triton_quantized_linear import (
     add_parts_kernel,
     parts_of_columns,
 )
-from ostinato.ops.rounded.round_rows import InputScales
-from ostinato.ops.rounded.triton_round_rows import round_rows_on_cuda
+from ostinato.ops.w8a8.round_rows import InputScales
+from ostinato.ops.w8a8.triton_round_rows import round_rows_on_cuda
 
 __all__ = (
     "Operands",
     "check_operands",
     "fits_scaled_mm",
     "multiply_rounded_tile",
-    "rounded_linear_kernel",
-    "rounded_linear_launch",
-    "rounded_linear_on_cuda",
-    "rounded_tile_constants",
     "scaled_mm",
+    "w8a8_linear_kernel",
+    "w8a8_linear_launch",
+    "w8a8_linear_on_cuda",
+    "w8a8_tile_constants",
 )
 
 _ADDED = 1024  # columns that a program of `add_parts_kernel` sums
@@ -130,7 +130,7 @@ def multiply_rounded_tile(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def rounded_linear_kernel(
+def w8a8_linear_kernel(
     out,  # [parts, T, N] float32, or [T, N]
     x,  # [T, K]
     x_scales,  # [T, INPUT_GROUPS] float32
@@ -176,7 +176,7 @@ def rounded_linear_kernel(
     tl.store(target, sums.to(out.dtype.element_ty), mask=stored)
 
 
-def rounded_tile_constants(operands: Operands, num_rows: int) -> dict[str, Any]:
+def w8a8_tile_constants(operands: Operands, num_rows: int) -> dict[str, Any]:
     """The constants of `multiply_rounded_tile` for `num_rows` rows of one matrix."""
     block_m = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     size = operands.group_size if operands.groups > 1 else 128  # a step lies in one group
@@ -189,9 +189,9 @@ def rounded_tile_constants(operands: Operands, num_rows: int) -> dict[str, Any]:
     }
 
 
-def rounded_linear_launch(operands: Operands, num_rows: int) -> Launch:
-    """The launch of `rounded_linear_kernel`."""
-    constants = rounded_tile_constants(operands, num_rows)
+def w8a8_linear_launch(operands: Operands, num_rows: int) -> Launch:
+    """The launch of `w8a8_linear_kernel`."""
+    constants = w8a8_tile_constants(operands, num_rows)
     tiles = -(-operands.out_features // constants["BLOCK_N"])
     rows = -(-num_rows // constants["BLOCK_M"])
     steps = -(-operands.in_features // constants["BLOCK_K"])
@@ -257,7 +257,7 @@ def check_operands(x: Tensor, weight: Tensor, scales: Tensor, operands: Operands
         )
 
 
-def rounded_linear_on_cuda(
+def w8a8_linear_on_cuda(
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
@@ -269,7 +269,7 @@ def rounded_linear_on_cuda(
     inputs: InputScales,
     powers: bool,
 ) -> Tensor:
-    """`rounded_linear` (ops/rounded/rounded_linear.py).
+    """`w8a8_linear` (ops/w8a8/w8a8_linear.py).
 
     Raises:
         ValueError: a dtype, shape or stride is not supported.
@@ -279,7 +279,7 @@ def rounded_linear_on_cuda(
     check_operands(x, weight, scales, operands)
     if residual is not None and residual.stride(-1) != 1:
         raise ValueError(
-            f"rounded_linear: the residual has strides {residual.stride()}; its rows must be "
+            f"w8a8_linear: the residual has strides {residual.stride()}; its rows must be "
             "contiguous"
         )
     dtype = torch.float32 if float32_output else x.dtype
@@ -291,13 +291,13 @@ def rounded_linear_on_cuda(
     )
     if fits_scaled_mm(operands, num_rows, dtype):
         return scaled_mm(rounded, x_scales, weight, scales, bias, residual)
-    launch = rounded_linear_launch(operands, num_rows)
+    launch = w8a8_linear_launch(operands, num_rows)
     split = launch.grid[2]
     sums = out
     if split > 1:
         sums = x.new_empty((split, num_rows, len(weight)), dtype=torch.float32)
     residual_stride = residual.stride(0) if residual is not None and num_rows > 1 else len(weight)
-    rounded_linear_kernel[launch.grid](
+    w8a8_linear_kernel[launch.grid](
         sums,
         rounded,
         x_scales,

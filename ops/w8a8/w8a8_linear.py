@@ -1,9 +1,9 @@
 """Linear layers whose weights and activations both have 8 bits, for GPUs.
 
-The ops are `ostinato::rounded_linear` and `rounded_moe_linear`. A weight is stored as float8_e4m3fn
+The ops are `ostinato::w8a8_linear` and `w8a8_moe_linear`. A weight is stored as float8_e4m3fn
 or int8 [N, K] with float32 scales [groups, N]. Activations are rounded to the weight's type
 (round_rows.py) and multiplied by the GPU's matrix units for 8 bits. On CUDA the kernels are those
-of triton_rounded_linear.py and triton_rounded_moe.py. On other devices plain torch computes the
+of triton_w8a8_linear.py and triton_w8a8_moe.py. On other devices plain torch computes the
 same formula.
 """
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.register import register_op
-from ostinato.ops.rounded.round_rows import InputScales, round_rows
+from ostinato.ops.w8a8.round_rows import InputScales, round_rows
 
-__all__ = ("rounded_linear", "rounded_moe_linear")
+__all__ = ("w8a8_linear", "w8a8_moe_linear")
 
 
-def rounded_linear(
+def w8a8_linear(
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
@@ -53,7 +53,7 @@ def rounded_linear(
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    return _rounded_linear(
+    return _w8a8_linear(
         x,
         weight,
         scales,
@@ -67,7 +67,7 @@ def rounded_linear(
     )
 
 
-def rounded_moe_linear(
+def w8a8_moe_linear(
     x: Tensor,
     ids: Tensor,
     weight: Tensor,
@@ -89,12 +89,12 @@ def rounded_moe_linear(
         weight: [experts, N, K] float8_e4m3fn or int8.
         scales: [experts, groups, N] float32.
         input_scale: [experts, n] float32; with `static` the largest of these is the scale of x.
-        group_size, inputs, powers: as for `rounded_linear`.
+        group_size, inputs, powers: as for `w8a8_linear`.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above. On a CPU also: an id is not an expert.
     """
-    return _rounded_moe_linear(
+    return _w8a8_moe_linear(
         x,
         ids,
         weight,
@@ -188,8 +188,8 @@ def _linear_on_cuda(
     inputs: str,
     powers: bool,
 ) -> Tensor:
-    kernels = import_module("ostinato.ops.rounded.triton_rounded_linear")
-    return kernels.rounded_linear_on_cuda(
+    kernels = import_module("ostinato.ops.w8a8.triton_w8a8_linear")
+    return kernels.w8a8_linear_on_cuda(
         x,
         weight,
         scales,
@@ -216,8 +216,8 @@ def _moe_on_cuda(
     inputs: str,
     powers: bool,
 ) -> Tensor:
-    kernels = import_module("ostinato.ops.rounded.triton_rounded_moe")
-    return kernels.rounded_moe_on_cuda(
+    kernels = import_module("ostinato.ops.w8a8.triton_w8a8_moe")
+    return kernels.w8a8_moe_on_cuda(
         x,
         ids,
         weight,
@@ -265,13 +265,13 @@ def _moe_fake(
     return x.new_empty((rows, weight.shape[1]))
 
 
-_rounded_linear = register_op(
-    "rounded_linear",
+_w8a8_linear = register_op(
+    "w8a8_linear",
     {"CompositeExplicitAutograd": _linear_reference, "CUDA": _linear_on_cuda},
     fake=_linear_fake,
 )
-_rounded_moe_linear = register_op(
-    "rounded_moe_linear",
+_w8a8_moe_linear = register_op(
+    "w8a8_moe_linear",
     {"CompositeExplicitAutograd": _moe_reference, "CUDA": _moe_on_cuda},
     fake=_moe_fake,
 )
