@@ -21,7 +21,7 @@ from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
 
 if TYPE_CHECKING:
-    from ostinato.runtime.early.early_engine import EarlyEngine
+    from ostinato.runtime.early_start.early_engine import EarlyEngine
 
 __all__ = ("run_command_line",)
 
@@ -106,7 +106,7 @@ def _dispatch(arguments: list[str], commands: Commands) -> int:
 def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     if not command.starts_engine or any(word.startswith(_PRINTING) for word in arguments):
         return _run_words(name, command, arguments, None)
-    from ostinato.runtime.early.early_engine import EarlyEngine
+    from ostinato.runtime.early_start.early_engine import EarlyEngine
 
     # The engine process imports torch while this process imports Hydra and the server.
     with EarlyEngine() as early:

@@ -32,8 +32,8 @@ from ostinato.conf.root import RunConfig
 from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.directories import ensure_cache
-from ostinato.runtime.early.early_engine import EarlyEngine
-from ostinato.runtime.early.process_age import process_age_s
+from ostinato.runtime.early_start.early_engine import EarlyEngine
+from ostinato.runtime.early_start.process_age import process_age_s
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.file_limit import reserve_files
 from ostinato.runtime.media_files.pyav import require_av

@@ -24,7 +24,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.conf.root import RunConfig
-from ostinato.runtime.early.early_engine import EarlyEngine
+from ostinato.runtime.early_start.early_engine import EarlyEngine
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("Server",)

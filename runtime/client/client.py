@@ -28,7 +28,7 @@ from ostinato.runtime.client.requests import (
     resolve,
 )
 from ostinato.runtime.directories import ensure_cache, make_socket_directory
-from ostinato.runtime.early.early_engine import EarlyEngine
+from ostinato.runtime.early_start.early_engine import EarlyEngine
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.sections.server_schema import ExecutorName, ServerConfig
-from ostinato.runtime.early.early_engine import EarlyEngine
+from ostinato.runtime.early_start.early_engine import EarlyEngine
 from ostinato.runtime.nodes.node_hub import NodeHub
 from ostinato.runtime.nodes.ray_nodes import RayNodes
 from ostinato.runtime.nodes.spanning_child import SpanningChild

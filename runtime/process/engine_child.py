@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 
 from ostinato.conf.environment import with_visible_gpus
-from ostinato.runtime.early.child_process import ChildProcess
-from ostinato.runtime.early.early_engine import EarlyEngine
+from ostinato.runtime.early_start.child_process import ChildProcess
+from ostinato.runtime.early_start.early_engine import EarlyEngine
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError
 

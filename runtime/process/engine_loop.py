@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from ostinato.runtime.early.process_age import process_age_s
-from ostinato.runtime.early.torch_import import import_torch, without_collections
+from ostinato.runtime.early_start.process_age import process_age_s
+from ostinato.runtime.early_start.torch_import import import_torch, without_collections
 from ostinato.runtime.engine.flight_recorder import FlightRecorder, flight_path
 from ostinato.runtime.errors import InvalidRequestError, RankFailedError, StartupError
 from ostinato.runtime.process.ipc import (

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ostinato.runtime.early.torch_import import begin_reading
+from ostinato.runtime.early_start.torch_import import begin_reading
 
 __all__ = ("main",)
 

@@ -37,7 +37,7 @@ from ostinato.ops.parallel.distributed_group import DistributedGroup
 from ostinato.ops.parallel.exchange import Exchange, RankGroup
 from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.ops.parallel.segment import create_segment
-from ostinato.runtime.early.torch_import import import_rest
+from ostinato.runtime.early_start.torch_import import import_rest
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import (
     bundle_root,

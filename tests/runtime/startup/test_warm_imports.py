@@ -8,7 +8,7 @@ from pathlib import Path
 
 CODE = """
 import sys
-from ostinato.runtime.early.torch_import import import_torch
+from ostinato.runtime.early_start.torch_import import import_torch
 
 import_torch()  # as an engine process does
 from ostinato import LLM, SamplingParams

@@ -13,7 +13,7 @@ import pytest
 import zmq.asyncio
 
 from ostinato.commands import run
-from ostinato.runtime.early.early_engine import EarlyEngine
+from ostinato.runtime.early_start.early_engine import EarlyEngine
 from ostinato.runtime.process.engine_child import LocalChild
 from ostinato.runtime.process.engine_process import EngineProcess
 from ostinato.runtime.process.ipc import StartEngine
@@ -32,7 +32,7 @@ def engines() -> list[psutil.Process]:
 
 def test_little_is_imported_before_the_engine_process_starts() -> None:
     code = (
-        "import sys, ostinato.commands, ostinato.runtime.early.early_engine\n"
+        "import sys, ostinato.commands, ostinato.runtime.early_start.early_engine\n"
         "heavy = ('asyncio', 'hydra', 'litestar', 'msgspec', 'numpy', 'zmq')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from typing import Self
 
-from ostinato.runtime.early.child_process import ChildProcess
+from ostinato.runtime.early_start.child_process import ChildProcess
 
 __all__ = ("EarlyEngine",)
 

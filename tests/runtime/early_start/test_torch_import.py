@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.runtime.early.torch_import import _POSTPONED
+from ostinato.runtime.early_start.torch_import import _POSTPONED
 from ostinato.runtime.process.engine_main import _LIBRARIES
 
 ROOT = Path(__file__).parents[3]
 OF_META = {"torch._decomp", "torch._prims", "torch._refs"}
 CODE = """
 import json, sys
-from ostinato.runtime.early.torch_import import _POSTPONED, begin_reading, import_rest, import_torch
+from ostinato.runtime.early_start.torch_import import _POSTPONED, begin_reading, import_rest, import_torch
 
 begin_reading()
 import_torch()
