@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
 }
 """Architecture -> the refused values of its own keys."""
 
-RECORDED = (
+TRACED = (
     "AfmoeForCausalLM",
     "ApertusForCausalLM",
     "ArceeForCausalLM",
@@ -237,12 +237,12 @@ RECORDED = (
     "PhimoeForCausalLM",
     "SeedOssForCausalLM",
 )
-"""Architectures that run through transformers and are tested (tests/models/recorded/)."""
+"""Architectures that run through transformers and are tested (tests/models/traced/)."""
 
 _OWN_ATTENTION = (
     "its class computes attention itself and has no interface for another implementation"
 )
-NOT_RECORDED = {
+NOT_TRACED = {
     "DiffLlamaForCausalLM": "its layers make two attention calls",
     "Gemma4ForCausalLM": "its layers differ in the size of heads",
     "Mamba2ForCausalLM": _OWN_ATTENTION,
@@ -273,21 +273,21 @@ def table() -> str:
     return _HEADING + "".join(rows)
 
 
-_RECORDED_HEADING = "| architecture | through `transformers` |\n|---|---|\n"
+_TRACED_HEADING = "| architecture | through `transformers` |\n|---|---|\n"
 
 
-def recorded_table() -> str:
+def traced_table() -> str:
     """The table of architectures in transformers: those that are served, and those refused."""
-    states = dict.fromkeys(RECORDED, "served") | {
-        name: f"refused: {why}" for name, why in NOT_RECORDED.items()
+    states = dict.fromkeys(TRACED, "served") | {
+        name: f"refused: {why}" for name, why in NOT_TRACED.items()
     }
     rows = [f"| `{name}` | {states[name]} |\n" for name in sorted(states, key=str.lower)]
-    return _RECORDED_HEADING + "".join(rows)
+    return _TRACED_HEADING + "".join(rows)
 
 
 def with_table(document: str) -> str:
     """`document`, the text of docs/models.md, with its two tables written anew."""
-    for heading, written in ((_HEADING, table()), (_RECORDED_HEADING, recorded_table())):
+    for heading, written in ((_HEADING, table()), (_TRACED_HEADING, traced_table())):
         before, after = document.split(heading)
         rest = after[after.index("\n\n") + 1 :]
         document = before + written + rest

@@ -157,11 +157,11 @@ def class_of(config: ModelConfig) -> type[LanguageModel]:
         from ostinato.models.draft_heads.next_token import NextTokenHead
 
         return NextTokenHead
-    if config.recorded is None:
+    if config.traced is None:
         return model_class(config.architecture)
-    from ostinato.models.recorded.recorded_model import RecordedCausalLM
+    from ostinato.models.traced.traced_model import TracedCausalLM
 
-    return RecordedCausalLM
+    return TracedCausalLM
 
 
 def read_model_config(
@@ -183,7 +183,7 @@ def read_model_config(
         return _with_stored_head(config, checkpoint) if family.head_by_checkpoint else config
     if implementation is ModelImplementation.native:
         raise ValueError(_why_unknown(architecture))
-    return _read_recorded(checkpoint, architecture)
+    return _read_traced(checkpoint, architecture)
 
 
 def _with_stored_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -195,12 +195,12 @@ def _with_stored_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfi
     return replace(config, tie_word_embeddings=not has_head)
 
 
-def _read_recorded(checkpoint: Checkpoint, architecture: str) -> ModelConfig:
+def _read_traced(checkpoint: Checkpoint, architecture: str) -> ModelConfig:
     """The configuration of a model that runs through transformers."""
-    from ostinato.models.recorded.recorded_model import RecordedCausalLM
+    from ostinato.models.traced.traced_model import TracedCausalLM
 
     try:
-        return RecordedCausalLM.read_config(checkpoint.hf_config, checkpoint.generation_config)
+        return TracedCausalLM.read_config(checkpoint.hf_config, checkpoint.generation_config)
     except ValueError as error:
         if architecture in ARCHITECTURES:
             raise ValueError(

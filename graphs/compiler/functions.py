@@ -40,7 +40,7 @@ _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     # Trust the processor's flags: compiling and running a probe for each instruction set takes
     # ten seconds of a first start.
     "cpp.vec_isa_ok": True,
-    # Guards are never evaluated, and those on a recorded model's functions cannot be stored.
+    # Guards are never evaluated, and those on a traced model's functions cannot be stored.
     "guard_filter_fn": lambda guards: [False for _ in guards],
 }
 

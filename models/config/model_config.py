@@ -101,10 +101,10 @@ class ModelConfig:
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
     num_labels: int = 0  # outputs of a classification head; 0 = there is none
     has_raw_scores: bool = False  # the scores of a classification head are its logits
-    recorded: HFModelSource | None = None  # set if the model runs through transformers
+    traced: HFModelSource | None = None  # set if the model runs through transformers
     # Set for a head that drafts for another model: EAGLE-3, or a next-token layer.
     head: HeadSpec | NextTokenSpec | None = None
-    has_recorded_experts: bool = False  # the model is recorded and has experts
+    has_traced_experts: bool = False  # the model is traced and has experts
     vision: VisionConfig | None = None  # the tower of a model that takes images
     audio: AudioEncoderConfig | None = None  # the encoder that cross attention reads
     sound: SoundConfig | None = None  # what computes the embeddings of sounds
@@ -135,7 +135,7 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
-        return self.moe is not None or self.has_recorded_experts
+        return self.moe is not None or self.has_traced_experts
 
     @property
     def _has_dense_mlp(self) -> bool:
@@ -182,7 +182,7 @@ class ModelConfig:
         if ranks == 1:
             return None
         for what, is_so in (
-            ("models through transformers", self.recorded is not None),
+            ("models through transformers", self.traced is not None),
             ("encoders", not self.kind.generates),
         ):
             if is_so:
@@ -206,7 +206,7 @@ class ModelConfig:
         if stages == 1:
             return None
         for what, is_so in (
-            ("models through transformers", self.recorded is not None),
+            ("models through transformers", self.traced is not None),
             ("encoders", not self.kind.generates),
         ):
             if is_so:

@@ -116,7 +116,7 @@ def read_next_token_config(checkpoint: Checkpoint, target: ModelConfig) -> Model
             f"layers of {target.architecture} that predict further tokens are not supported; "
             f"those of {', '.join(_LAYOUTS)} are; {other}"
         )
-    if target.recorded is not None:
+    if target.traced is not None:
         raise ValueError(
             f"{target.architecture} runs through transformers (model.implementation=transformers), "
             f"which shows no hidden states; set model.implementation=native, or {other}"

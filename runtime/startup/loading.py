@@ -216,7 +216,7 @@ def _suffices(part: str, plan: EnginePlan) -> bool:
         and source.cache_dtype is source.dtype
         and config.kind is DECODER
         and config.moe is None
-        and config.recorded is None
+        and config.traced is None
         and config.vision is None
         and config.audio is None
         and config.sound is None

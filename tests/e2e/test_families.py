@@ -11,7 +11,7 @@ import torch
 from ostinato.models.checkpoints.checkpoint import resolve_path
 from tests.e2e.server_process import HTTP, ServerProcess
 from tests.models.random_checkpoints import VARIANTS, Variant, reference_model, save
-from tests.models.recorded.recorded_variants import UNKNOWN
+from tests.models.traced.traced_variants import UNKNOWN
 
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(21)]
 NUM_TOKENS = 12
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_served(family: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_served_through_transformers(tmp_path: Path) -> None:
-    """The code of transformers is recorded once. The engine then runs the recorded graph."""
+    """The code of transformers is traced once. The engine then runs the traced graph."""
     check_served(UNKNOWN["seed_oss"], tmp_path)
 
 

@@ -28,7 +28,7 @@ from tests.models.adapters.peft_files import (
     small,
 )
 from tests.models.gguf_files import write_gguf
-from tests.models.recorded.recorded_variants import UNKNOWN
+from tests.models.traced.traced_variants import UNKNOWN
 
 RANKS: list[tuple[str, int, dict[str, Any]]] = [
     ("llama3", 2, {"target_modules": "all-linear"}),

@@ -128,5 +128,5 @@ def test_only_a_cache_of_8_bits_uses_them(written: Path, tmp_path: Path) -> None
         config = tiny_config(f"model.path={directory}", f"cache.dtype={dtype}")
         assert open_model(config).has_cache_scales is is_used
     recorded = ["model.implementation=transformers", "cache.dtype=fp8_e4m3"]
-    with pytest.raises(StartupError, match="which RecordedCausalLM does not use"):
+    with pytest.raises(StartupError, match="which TracedCausalLM does not use"):
         open_model(tiny_config(f"model.path={directory}", *recorded))

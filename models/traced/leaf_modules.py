@@ -3,7 +3,7 @@
 Norms are recognised by their results on random numbers, because families have different classes for
 the same few functions. Experts are recognised by their parameters. Linear layers and embeddings are
 recognised while the model runs, because a function of torch then reads the weight of a module
-(models/recorded/recording.py).
+(models/traced/model_trace.py).
 """
 
 from __future__ import annotations

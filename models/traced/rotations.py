@@ -1,4 +1,4 @@
-"""Finds rotary embeddings in the graph of a recorded part, and replaces them by `rotate_heads`.
+"""Finds rotary embeddings in the graph of a traced part, and replaces them by `rotate_heads`.
 
 `rotate_heads` rotates element i of a head with element i + R / 2, where R elements are rotated.
 Many models do the same. Others rotate element 2 i with element 2 i + 1. For those models, the
@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ostinato.models.checkpoints.row_orders import interleaved_rope
-from ostinato.models.recorded.graph_values import (
+from ostinato.models.traced.graph_values import (
     input_of,
     inputs_of,
     integers_of,
     shape_of,
     transposed,
 )
-from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
+from ostinato.models.traced.leaf_modules import Leaf, LinearLeaf, NormLeaf
 from ostinato.ops.rope import rotate_heads
 
 __all__ = ("Repeats", "Rotations", "fuse_rotations", "join_rotations")

@@ -1,4 +1,4 @@
-"""The names of a recorded model's tensors in checkpoints.
+"""The names of a traced model's tensors in checkpoints.
 
 transformers renames tensors and stacks experts while it loads a checkpoint. Its list of these
 changes is applied in reverse here: from the names of the loaded model to those of the checkpoint.
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ostinato.models.base import CheckpointLayout
-from ostinato.models.recorded.graph_parts import TENSORS
-from ostinato.models.recorded.recording import Recording
+from ostinato.models.traced.graph_parts import TENSORS
+from ostinato.models.traced.model_trace import ModelTrace
 
 __all__ = ("checkpoint_layout",)
 
@@ -21,16 +21,16 @@ _EXPERTS = re.compile(r".*experts\.\*\.(\w+)\.weight\$?")
 
 
 def checkpoint_layout(
-    recording: Recording,
+    trace: ModelTrace,
     merged: Mapping[str, tuple[str, ...]],
     row_orders: Mapping[str, Tensor],
     *,
     is_tied: bool,
 ) -> CheckpointLayout:
-    """How stored names differ from those of the recorded model.
+    """How stored names differ from those of the traced model.
 
     Args:
-        recording: the recorded run.
+        trace: the traced run.
         merged: this project's merged modules -> the modules that each stacks.
         row_orders: names of this project's modules, or of parts of merged ones -> the order of
             their rows.
@@ -42,15 +42,15 @@ def checkpoint_layout(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    model = recording.model
-    layers = recording.layers[0].rpartition(".")[0]
+    model = trace.model
+    layers = trace.layers[0].rpartition(".")[0]
     renamed = [
-        ("recorded_begin.", ""),
-        ("recorded_finish.", ""),
-        ("recorded_head.", ""),
+        ("traced_begin.", ""),
+        ("traced_finish.", ""),
+        ("traced_head.", ""),
         (f"{TENSORS}.", ""),
         (".matrix.", "."),
-        (".recorded_layer.", "."),
+        (".traced_layer.", "."),
         ("layers.", f"{layers}."),
     ]
     experts: dict[str, tuple[str, ...]] = {}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from docs.list_models import NOT_RECORDED, RECORDED
+from docs.list_models import NOT_TRACED, TRACED
 from ostinato.conf.schema import GraphForm, ModelImplementation, ModelSection, Quantization
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.compiler.programs import LayerProgram
@@ -21,14 +21,14 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, 
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers.expert_linear import ExpertLinear
 from ostinato.models.layers.linear_layers import LinearBase
-from ostinato.models.recorded import hf_model
-from ostinato.models.recorded.recorded_modules import RecordedLayer
 from ostinato.models.registry import read_model_config
+from ostinato.models.traced import hf_model
+from ostinato.models.traced.traced_modules import TracedLayer
 from ostinato.ops.native import library as native
 from tests.models.driver import Driver, Sequence
 from tests.models.parity import PROMPT, Expected, check_all, expect, load
 from tests.models.random_checkpoints import VARIANTS, Variant
-from tests.models.recorded.recorded_variants import FORCED, REFUSED, UNKNOWN
+from tests.models.traced.traced_variants import FORCED, REFUSED, UNKNOWN
 
 TRANSFORMERS = ModelImplementation.transformers
 # These models have, in this order: interleaved rotary pairs; windows and norms of heads; experts
@@ -59,7 +59,7 @@ def test_eager(expected, name: str) -> None:
     # With `auto`, an architecture without an implementation here runs through transformers.
     implementation = TRANSFORMERS if name in FORCED else ModelImplementation.auto
     model, config = load(expected(name).directory, "cpu", implementation=implementation)
-    assert config.recorded is not None
+    assert config.traced is not None
     check_all(Driver(model, config), expected(name))
 
 
@@ -102,15 +102,15 @@ def test_a_model_becomes_the_ops_of_the_native_model(
 ) -> None:
     """The matrices are the same, so packing and quantisation apply. No torch operation is left."""
     directory = expected(name).directory
-    recorded, _ = load(directory, "cpu", dtype, implementation=TRANSFORMERS)
+    traced, _ = load(directory, "cpu", dtype, implementation=TRANSFORMERS)
     native_model, _ = load(directory, "cpu", dtype)
 
     def sizes(model: torch.nn.Module) -> list[tuple[int, int]]:
         found = (module for module in model.modules() if isinstance(module, LinearBase))
         return sorted((module.out_features, module.in_features) for module in found)
 
-    assert sizes(recorded) == sizes(native_model)
-    assert calls(recorded) == {"rotate_heads": 1, "aten": 0}
+    assert sizes(traced) == sizes(native_model)
+    assert calls(traced) == {"rotate_heads": 1, "aten": 0}
 
 
 def test_interleaved_pairs_stay_in_torch_where_norms_of_heads_have_their_order(
@@ -126,8 +126,8 @@ def test_interleaved_pairs_stay_in_torch_where_norms_of_heads_have_their_order(
 
 
 def test_norms_of_heads_are_part_of_the_rotation(expected) -> None:
-    recorded, _ = load(expected("qwen3").directory, "cpu", implementation=TRANSFORMERS)
-    assert calls(recorded) == {"rotate_heads": 1, "aten": 0}
+    traced, _ = load(expected("qwen3").directory, "cpu", implementation=TRANSFORMERS)
+    assert calls(traced) == {"rotate_heads": 1, "aten": 0}
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_routers_stay_float32_in_half_precision(expected, name: str) -> None:
 def calls(model: torch.nn.Module) -> dict[str, int]:
     """The numbers of calls of `rotate_heads` and of torch's own operations in the first layer."""
     layer = model.layers[0]
-    assert isinstance(layer, RecordedLayer)
-    code = layer.recorded_layer.code
+    assert isinstance(layer, TracedLayer)
+    code = layer.traced_layer.code
     return {"rotate_heads": code.count("rotate_heads("), "aten": code.count("aten.")}
 
 
@@ -205,8 +205,8 @@ def test_experts_are_quantised_too(expected, name: str, quantization: Quantizati
 
 def test_the_page_lists_what_is_tested() -> None:
     tested = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[variant.model_type] for variant in UNKNOWN.values()}
-    assert set(RECORDED) == tested
-    assert NOT_RECORDED.keys() == REFUSED.keys()
+    assert set(TRACED) == tested
+    assert NOT_TRACED.keys() == REFUSED.keys()
 
 
 def read(
@@ -234,7 +234,7 @@ def test_families_with_attention_of_their_own_stay_native(name: str) -> None:
         "architectures": [f"{architecture}ForCausalLM"],
         "model_type": variant.model_type,
     }
-    assert read(config).recorded is None
+    assert read(config).traced is None
     with pytest.raises(ValueError, match=r"implementation=transformers.*computes attention itself"):
         read(config, TRANSFORMERS)
 
@@ -256,7 +256,7 @@ def test_native_alone_refuses_unknown_architectures(expected) -> None:
         ({"is_causal": False}, "not that of causal attention|is not causal"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "cannot be recorded|from the length of a sequence",
+            "cannot be traced|from the length of a sequence",
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_key_without_effect_can_be_removed(expected) -> None:
     section = ModelSection(
         path=str(expected("helium").directory), config={"logit_temperature": None}
     )
-    assert read_model_config(open_checkpoint(section)).recorded is not None
+    assert read_model_config(open_checkpoint(section)).traced is not None
 
 
 def rewritten(source: Path, target: Path, change: Any) -> Path:

@@ -27,7 +27,7 @@ from ostinato.models.config.hf_source import HFModelSource
 __all__ = ("ATTENTION", "find_source", "hf_model", "source_files")
 
 ATTENTION = "ostinato"
-"""The name under which transformers calls the recording attention function."""
+"""The name under which transformers calls the tracing attention function."""
 
 # Keys that a config.json may have although the code below does not find them in the model's code:
 # they do not change the results, or other code reads them.

@@ -1,4 +1,4 @@
-"""Records one run of a transformers model, without weights, as a graph of tensor operations.
+"""Traces one run of a transformers model, without weights, as a graph of tensor operations.
 
 The run has one sequence of T tokens, where T is a symbol. Each module that this project replaces is
 one node of the graph. Each attention call is one node too, with its arguments. The sliding window
@@ -33,9 +33,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ostinato.models.config.hf_source import HFModelSource
-from ostinato.models.recorded.graph_values import recorded_attention, recorded_module
-from ostinato.models.recorded.hf_model import ATTENTION, hf_model
-from ostinato.models.recorded.leaf_modules import (
+from ostinato.models.traced.graph_values import traced_attention, traced_module
+from ostinato.models.traced.hf_model import ATTENTION, hf_model
+from ostinato.models.traced.leaf_modules import (
     EmbeddingLeaf,
     ExpertsLeaf,
     Leaf,
@@ -43,9 +43,9 @@ from ostinato.models.recorded.leaf_modules import (
     find_leaves,
 )
 
-__all__ = ("AttentionCall", "Recording", "record")
+__all__ = ("AttentionCall", "ModelTrace", "trace_model")
 
-_NUM_TOKENS = 23  # tokens of the recorded run; unlikely to be a size of the model
+_NUM_TOKENS = 23  # tokens of the traced run; unlikely to be a size of the model
 _MATRIX_DIMS = 2
 # Number of rows of a mask that are evaluated; some are before and some after the row of number
 # `abs(window)`.
@@ -61,7 +61,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One attention call of the recorded run."""
+    """One attention call of the traced run."""
 
     module: str  # the name of the attention module
     num_heads: int
@@ -75,8 +75,8 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recording:
-    """The recorded run."""
+class ModelTrace:
+    """The traced run."""
 
     model: Any  # the transformers model, without weights
     graph: GraphModule  # inputs: the tensors; then token ids, positions and padding, [1, T]
@@ -91,7 +91,7 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What the recording functions store while the model runs."""
+    """What the tracing functions store while the model runs."""
 
     model: Any
     names: dict[int, str]  # id of a module -> its name
@@ -103,12 +103,12 @@ class _Run:
     leaves: dict[str, Leaf] = field(default_factory=dict)  # linear layers and embeddings
 
 
-_current: ContextVar[_Run] = ContextVar("recording")  # the run that is being recorded
+_current: ContextVar[_Run] = ContextVar("trace")  # the run that is being traced
 
 
 @lru_cache(maxsize=4)
-def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
-    """Run a model once on tensors without data, and record it.
+def trace_model(source: HFModelSource, dtype: torch.dtype) -> ModelTrace:
+    """Run a model once on tensors without data, and trace it.
 
     Args:
         source: the model's code and sizes.
@@ -134,7 +134,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
     except Exception as error:  # a model's code can raise any exception for tensors without data
         text = str(error).strip().splitlines()
         raise ValueError(
-            f"{type(model).__name__} cannot be recorded: {type(error).__name__}: "
+            f"{type(model).__name__} cannot be traced: {type(error).__name__}: "
             f"{text[0] if text else ''}"
         ) from error
     finally:
@@ -143,7 +143,7 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
     inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     tensors_of = dict(zip(inputs, tensors, strict=False))
     found = leaves | run.leaves
-    return Recording(model, graph, tensors_of, found, tuple(run.calls), layers, sections)
+    return ModelTrace(model, graph, tensors_of, found, tuple(run.calls), layers, sections)
 
 
 class _Unfit(Exception):
@@ -151,7 +151,7 @@ class _Unfit(Exception):
 
 
 def _register() -> None:
-    """Register the recording functions with transformers. Repeated calls change nothing."""
+    """Register the tracing functions with transformers. Repeated calls change nothing."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -196,10 +196,10 @@ def _check_calls(model: Any, layers: tuple[str, ...], calls: list[AttentionCall]
 
 @contextmanager
 def _leaves_in_place(model: nn.Module, leaves: dict[str, Leaf]) -> Iterator[None]:
-    """Record each call of a replaced module as one node, within this context."""
+    """Trace each call of a replaced module as one node, within this context."""
     modules = dict(model.named_modules())
     for name, leaf in leaves.items():
-        modules[name].forward = _recorder_of(name, leaf)
+        modules[name].forward = _tracer_of(name, leaf)
     try:
         yield
     finally:
@@ -207,20 +207,20 @@ def _leaves_in_place(model: nn.Module, leaves: dict[str, Leaf]) -> Iterator[None
             del modules[name].forward
 
 
-def _recorder_of(name: str, leaf: Leaf) -> Callable[..., Tensor]:
+def _tracer_of(name: str, leaf: Leaf) -> Callable[..., Tensor]:
     def norm(hidden_states: Tensor) -> Tensor:
-        return recorded_module([hidden_states], hidden_states.shape, name)
+        return traced_module([hidden_states], hidden_states.shape, name)
 
     def experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         # The last input has the dtype of the result.
         inputs = [top_k_index, top_k_weights, hidden_states]
-        return recorded_module(inputs, hidden_states.shape, name)
+        return traced_module(inputs, hidden_states.shape, name)
 
     return experts if isinstance(leaf, ExpertsLeaf) else norm
 
 
 class _MatrixFunctions(TorchFunctionMode):
-    """Records linear layers and embeddings: functions that read the weight of a module.
+    """Traces linear layers and embeddings: functions that read the weight of a module.
 
     Args:
         run: gets the modules that are found.
@@ -234,12 +234,12 @@ class _MatrixFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
-            recorded = self._linear(*args, **kwargs)
+            traced = self._linear(*args, **kwargs)
         elif func is F.embedding:
-            recorded = self._embedding(*args, **kwargs)
+            traced = self._embedding(*args, **kwargs)
         else:
-            recorded = None
-        result = func(*args, **kwargs) if recorded is None else recorded
+            traced = None
+        result = func(*args, **kwargs) if traced is None else traced
         if func in _CASTS and self._module(args[0]) is not None:
             # A weight of another dtype: it is loaded in that dtype.
             self._names[id(result)] = self._names[id(args[0])]
@@ -256,7 +256,7 @@ class _MatrixFunctions(TorchFunctionMode):
         leaf = LinearLeaf(weight.shape[1], weight.shape[0], is_biased, weight.dtype)
         if self._run.leaves.setdefault(name, leaf) != leaf:
             raise _Unfit(f"{name} is used with two dtypes")
-        return recorded_module([input], (*input.shape[:-1], leaf.out_features), name)
+        return traced_module([input], (*input.shape[:-1], leaf.out_features), name)
 
     def _embedding(self, input: Tensor, weight: Tensor, *others: Any, **more: Any) -> Tensor | None:
         name = self._module(weight)
@@ -264,7 +264,7 @@ class _MatrixFunctions(TorchFunctionMode):
             return None
         self._run.leaves[name] = leaf = EmbeddingLeaf(*weight.shape)
         # The weight gives the result its dtype.
-        return recorded_module([input, weight], (*input.shape, leaf.size), name)
+        return traced_module([input, weight], (*input.shape, leaf.size), name)
 
     def _module(self, weight: Tensor) -> str | None:
         """The name of the module that has this weight."""
@@ -318,7 +318,7 @@ def _trace(noted: _Run, layers: tuple[str, ...]) -> tuple[GraphModule, list[str]
 
 
 class _Sections:
-    """Records which nodes were added to the graph before, in and after each layer."""
+    """Notes which nodes were added to the graph before, in and after each layer."""
 
     def __init__(self) -> None:
         self.of_nodes: dict[str, int] = {}
@@ -329,7 +329,7 @@ class _Sections:
 
         def begin(*arguments: Any) -> None:
             mode = get_proxy_mode()
-            assert mode is not None, "the model is being recorded"
+            assert mode is not None, "the model is being traced"
             for node in reversed(mode.tracer.graph.nodes):
                 if node.name in self.of_nodes:
                     break
@@ -377,7 +377,7 @@ def _is_causal(function: Callable[..., Any], window: int) -> bool:
         expected = expected & (columns >= rows - rows % -window)
     try:
         got = function(0, 0, rows, columns)
-    except (RuntimeError, TypeError, IndexError):  # the function reads tensors of the recorded run
+    except (RuntimeError, TypeError, IndexError):  # the function reads tensors of the traced run
         return False
     return bool(torch.equal(torch.as_tensor(got).expand_as(expected), expected))
 
@@ -395,7 +395,7 @@ def _attend(  # noqa: PLR0913 - transformers' signature
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: records the call."""
+    """The attention function that transformers calls: traces the call."""
     run = _current.get()
     name = run.names.get(id(module), type(module).__name__)
     unknown = [key for key, stated in others.items() if _has_effect(key, stated)]
@@ -424,7 +424,7 @@ def _attend(  # noqa: PLR0913 - transformers' signature
             "" if s_aux is None else _name_of(run, module, s_aux),
         )
     )
-    return recorded_attention(query, key, value, len(run.calls) - 1), None
+    return traced_attention(query, key, value, len(run.calls) - 1), None
 
 
 def _has_effect(key: str, stated: Any) -> bool:

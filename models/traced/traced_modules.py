@@ -1,4 +1,4 @@
-"""The modules of a recorded model: layers that run a graph, and the modules that it calls."""
+"""The modules of a traced model: layers that run a graph, and the modules that it calls."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ostinato.models.layers.linear_layers import (
 )
 from ostinato.models.layers.norm_layers import LayerNorm, RMSNorm
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
-from ostinato.models.recorded.leaf_modules import (
+from ostinato.models.step_tensors import StepInputs
+from ostinato.models.traced.leaf_modules import (
     EmbeddingLeaf,
     ExpertsLeaf,
     Leaf,
     LinearLeaf,
     NormLeaf,
 )
-from ostinato.models.recorded.recording import AttentionCall
-from ostinato.models.step_tensors import StepInputs
+from ostinato.models.traced.model_trace import AttentionCall
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 
 __all__ = (
     "Logits",
-    "RecordedAttention",
-    "RecordedExperts",
-    "RecordedGraph",
-    "RecordedLayer",
+    "TracedAttention",
+    "TracedExperts",
+    "TracedGraph",
+    "TracedLayer",
     "build_leaf",
     "rows_of",
 )
 
 
-class RecordedGraph(nn.Module):
+class TracedGraph(nn.Module):
     """A graph as a module.
 
     A `GraphModule` cannot be used. torch makes a class for each of them, which a stored program
@@ -70,7 +70,7 @@ class RecordedGraph(nn.Module):
         written = graph.python_code("self")
         self.code = written.src
         names = dict(written.globals)
-        exec(compile(self.code, "<recorded graph>", "exec"), names)
+        exec(compile(self.code, "<traced graph>", "exec"), names)
         self._run: Callable[..., Tensor] = names["forward"]
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -78,7 +78,7 @@ class RecordedGraph(nn.Module):
         return self._run(self, *inputs)
 
 
-class RecordedLayer(DecoderLayer):
+class TracedLayer(DecoderLayer):
     """A layer that runs a graph.
 
     Args:
@@ -88,10 +88,10 @@ class RecordedLayer(DecoderLayer):
     """
 
     def __init__(
-        self, graph: RecordedGraph, tables: tuple[tuple[str, int], ...], static_key: tuple[Any, ...]
+        self, graph: TracedGraph, tables: tuple[tuple[str, int], ...], static_key: tuple[Any, ...]
     ) -> None:
         super().__init__()
-        self.recorded_layer = graph
+        self.traced_layer = graph
         self._tables = tables
         self._static_key = static_key
 
@@ -104,7 +104,7 @@ class RecordedLayer(DecoderLayer):
         rows: Tensor | None = None,
     ) -> Tensor:
         tables = [step.rope[kind][index] for kind, index in self._tables]
-        return self.recorded_layer(hidden, step, k_cache, v_cache, rows, *tables)
+        return self.traced_layer(hidden, step, k_cache, v_cache, rows, *tables)
 
     def static_key(self) -> tuple[Any, ...]:
         matrices = (
@@ -113,7 +113,7 @@ class RecordedLayer(DecoderLayer):
         return (*self._static_key, *matrices)
 
 
-class RecordedAttention(nn.Module):
+class TracedAttention(nn.Module):
     """An attention call, over the paged KV cache."""
 
     def __init__(self, call: AttentionCall, backend: str) -> None:
@@ -149,7 +149,7 @@ class RecordedAttention(nn.Module):
         )
 
 
-class RecordedExperts(nn.Module):
+class TracedExperts(nn.Module):
     """The experts of a layer; the model's own code chooses them."""
 
     def __init__(self, leaf: ExpertsLeaf, options: BuildOptions) -> None:
@@ -204,4 +204,4 @@ def build_leaf(leaf: Leaf, options: BuildOptions, *, num_experts: int = 0) -> nn
             own = replace(options, dtype=dtype)
             return RMSNorm(size, eps, own, plus_one=kind == "rms_plus_one")
         case ExpertsLeaf():
-            return RecordedExperts(leaf, options)
+            return TracedExperts(leaf, options)

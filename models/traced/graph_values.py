@@ -1,7 +1,7 @@
-"""Helpers for recorded graphs: kinds of operations, shapes, memory order and arguments of nodes.
+"""Helpers for traced graphs: kinds of operations, shapes, memory order and arguments of nodes.
 
-Two ops mark places in a recorded graph: a module of the model, and an attention call. They are
-recorded and never computed. models/recorded/graph_parts.py replaces them.
+Two ops mark places in a traced graph: a module of the model, and an attention call. They are
+traced and never computed. models/traced/graph_parts.py replaces them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = (
     "integers_of",
     "is_transpose",
     "is_whole_slice",
-    "recorded_attention",
-    "recorded_module",
-    "recorded_value",
     "shape_of",
+    "traced_attention",
+    "traced_module",
+    "traced_value",
     "transposed",
     "view_sizes",
     "without_writing",
@@ -142,19 +142,19 @@ def integers_of(node: Node, place: int) -> list[int]:
     return integers
 
 
-def without_writing(recorded: Node) -> Any:
+def without_writing(traced: Node) -> Any:
     """The out-of-place form of an operation that overwrites its input.
 
     Raises:
         ValueError: there is none, the input is a view or is not computed in the graph, or the input
             is read afterwards too.
     """
-    target: Any = recorded.target
-    source = input_of(recorded)
+    target: Any = traced.target
+    source = input_of(traced)
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     packet = getattr(_aten, name.removesuffix("_"), None)
     is_own = source.op == "call_function" and not getattr(source.target, "is_view", False)
-    is_last = all(user is recorded or user < recorded for user in source.users)
+    is_last = all(user is traced or user < traced for user in source.users)
     if packet is None or overload not in packet.overloads() or not (is_own and is_last):
         raise ValueError(f"it overwrites a value with {target}")
     return getattr(packet, overload)
@@ -187,7 +187,7 @@ def is_transpose(node: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_method" and node.target == "transpose"
 
 
-def recorded_value(node: Any) -> Any:
+def traced_value(node: Any) -> Any:
     return node.meta.get("val") if node.op != "get_attr" else node.meta.get("val", 0)
 
 
@@ -205,9 +205,9 @@ def view_sizes(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(-1 if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
-def is_whole_slice(recorded: Node) -> bool:
-    begin, end = ([*recorded.args[2:4], None, None])[:2]
-    step = recorded.args[4] if len(recorded.args) > 4 else 1
+def is_whole_slice(traced: Node) -> bool:
+    begin, end = ([*traced.args[2:4], None, None])[:2]
+    step = traced.args[4] if len(traced.args) > 4 else 1
     is_start, is_end = begin in (None, 0), end in (None, (1 << 63) - 1)
     return bool(is_start and is_end and step == 1)
 
@@ -233,7 +233,7 @@ def shape_of(node: Node) -> tuple[Any, ...]:
 
 
 def _module(inputs: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
-    raise AssertionError(f"the call of {name} is recorded, not computed")
+    raise AssertionError(f"the call of {name} is traced, not computed")
 
 
 def _module_fake(inputs: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
@@ -242,7 +242,7 @@ def _module_fake(inputs: Sequence[Tensor], sizes: Sequence[int], name: str) -> T
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, call: int) -> Tensor:
-    raise AssertionError("an attention call is recorded, not computed")
+    raise AssertionError("an attention call is traced, not computed")
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, call: int) -> Tensor:
@@ -250,13 +250,13 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, call: int) -> Tensor:
     return q.new_empty((batch, tokens, heads, v.shape[-1]))
 
 
-recorded_module = register_op(
-    "recorded_module", {"CompositeExplicitAutograd": _module}, fake=_module_fake
+traced_module = register_op(
+    "traced_module", {"CompositeExplicitAutograd": _module}, fake=_module_fake
 )
 """The call of a module: inputs, sizes of the result, the module's name. The last input has the
 dtype of the result."""
 
-recorded_attention = register_op(
-    "recorded_attention", {"CompositeExplicitAutograd": _attention}, fake=_attention_fake
+traced_attention = register_op(
+    "traced_attention", {"CompositeExplicitAutograd": _attention}, fake=_attention_fake
 )
 """q [1, Hq, T, d], k [1, Hkv, T, d], v [1, Hkv, T, e], number of the call -> [1, T, Hq, e]."""

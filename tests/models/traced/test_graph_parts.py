@@ -1,4 +1,4 @@
-"""Recorded graphs with parameters whose first dimension has the size 1, as the batch has."""
+"""Traced graphs with parameters whose first dimension has the size 1, as the batch has."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
-from ostinato.models.recorded.graph_values import input_of, inputs_of, integers_of
-from ostinato.models.recorded.recording import Recording
+from ostinato.models.traced.graph_parts import TENSORS, PartBuilder
+from ostinato.models.traced.graph_values import input_of, inputs_of, integers_of
+from ostinato.models.traced.model_trace import ModelTrace
 
 HEADS, TOKENS, DIM = 3, 5, 4
 
@@ -39,7 +39,7 @@ def test_a_parameter_with_a_first_size_of_one(function: Callable[..., Tensor]) -
     parameter = torch.randn(1, HEADS, 1, DIM)
     graph = make_fx(function, tracing_mode="fake")(x, parameter)
     nodes = list(graph.graph.nodes)
-    recording = Recording(
+    trace = ModelTrace(
         model=None,
         graph=graph,
         tensors={nodes[1].name: "scale"},
@@ -48,7 +48,7 @@ def test_a_parameter_with_a_first_size_of_one(function: Callable[..., Tensor]) -
         layers=(),
         sections={},
     )
-    builder = PartBuilder(recording, "", torch.device("cpu"))
+    builder = PartBuilder(trace, "", torch.device("cpu"))
     builder.input("x", nodes[0])
     for node in nodes[1:-1]:
         builder.add(node)

@@ -1,4 +1,4 @@
-"""Cuts a recorded graph into the parts of a `LanguageModel`: before the layers, each layer, after.
+"""Cuts a traced graph into the parts of a `LanguageModel`: before the layers, each layer, after.
 
 A layer may read the hidden states of the layer before it, and values that depend on positions only.
 Such values are computed once for all positions and stored as a table with a row for each position.
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ostinato.models.recorded.graph_values import inputs_of, recorded_module
-from ostinato.models.recorded.leaf_modules import LinearLeaf
-from ostinato.models.recorded.recording import Recording
+from ostinato.models.traced.graph_values import inputs_of, traced_module
+from ostinato.models.traced.leaf_modules import LinearLeaf
+from ostinato.models.traced.model_trace import ModelTrace
 
 __all__ = ("LayerPart", "Partition", "compute_table", "partition")
 
@@ -36,7 +36,7 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The parts of a recorded graph. Its inputs are token ids and positions."""
+    """The parts of a traced graph. Its inputs are token ids and positions."""
 
     ids: Node
     positions: Node
@@ -49,40 +49,40 @@ class Partition:
     tables: tuple[Node, ...]  # the tables of all layers, each once
 
 
-def partition(recording: Recording) -> Partition:
-    """Cut a recorded graph.
+def partition(trace: ModelTrace) -> Partition:
+    """Cut a traced graph.
 
     Raises:
         ValueError: the graph has no such parts; the text says why.
     """
-    graph = recording.graph.graph
+    graph = trace.graph.graph
     ids, positions, padding = list(graph.find_nodes(op="placeholder"))[-3:]
     if padding.users:
-        raise ValueError(f"{_kind(recording)} reads the padding mask")
+        raise ValueError(f"{_kind(trace)} reads the padding mask")
     (output,) = graph.find_nodes(op="output")
     result = output.all_input_nodes[0]
     from_ids, from_positions = _descendants(ids), _descendants(positions)
-    groups: list[list[Node]] = [[] for _ in range(len(recording.layers) + 2)]
+    groups: list[list[Node]] = [[] for _ in range(len(trace.layers) + 2)]
     group_of: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not _is_size(node):
-            group_of[node] = _group(recording, node)
+            group_of[node] = _group(trace, node)
             groups[group_of[node]].append(node)
     boundary, tables_of = [], []
     for index, nodes in enumerate(groups[1:], start=1):
         inputs = _outer_inputs(nodes)
         hidden = [node for node in inputs if node in from_ids]
         if len(hidden) != 1 or group_of.get(hidden[0]) != index - 1:
-            where = recording.layers[index - 1] if index <= len(recording.layers) else "the head"
+            where = trace.layers[index - 1] if index <= len(trace.layers) else "the head"
             names = ", ".join(node.name for node in hidden)
             raise ValueError(
-                f"{_kind(recording)}: {where} must read the hidden states of the layer before it "
+                f"{_kind(trace)}: {where} must read the hidden states of the layer before it "
                 f"and nothing else that depends on the tokens; it reads {names or 'none'}"
             )
         boundary.append(hidden[0])
         tables_of.append(tuple(node for node in inputs if node in from_positions - from_ids))
         groups[index] = _with_constants(nodes, from_ids | from_positions)
-    head = _head(recording, groups[-1])
+    head = _head(trace, groups[-1])
     before_head = _ancestors(inputs_of(head)[:1], set(groups[-1]))
     begin = _ancestors([boundary[0]], set(groups[0]))
     layers = tuple(
@@ -90,7 +90,7 @@ def partition(recording: Recording) -> Partition:
         for index, tables in enumerate(tables_of[:-1])
     )
     if tables_of[-1]:
-        raise ValueError(f"{_kind(recording)} reads positions after its layers")
+        raise ValueError(f"{_kind(trace)} reads positions after its layers")
     after = _ancestors([result], set(groups[-1]))
     rest = [node for node in groups[-1] if node in after - before_head and node is not head]
     return Partition(
@@ -107,27 +107,27 @@ def partition(recording: Recording) -> Partition:
 
 
 @torch.no_grad()
-def compute_table(recording: Recording, table: Node, num_positions: int) -> Tensor:
+def compute_table(trace: ModelTrace, table: Node, num_positions: int) -> Tensor:
     """The rows of a table at positions 0 to num_positions - 1: [num_positions, ...].
 
     Raises:
         ValueError: a row does not follow from its position alone, or is computed with weights.
     """
-    whole = _run_table(recording, table, torch.arange(num_positions))
+    whole = _run_table(trace, table, torch.arange(num_positions))
     few = torch.arange(min(_CHECKED_POSITIONS, num_positions))
-    if not torch.equal(_run_table(recording, table, few), whole[: len(few)]):
+    if not torch.equal(_run_table(trace, table, few), whole[: len(few)]):
         raise ValueError(
-            f"{_kind(recording)} computes its positions from the length of a sequence "
+            f"{_kind(trace)} computes its positions from the length of a sequence "
             f"({table.name}); a cached key would be wrong when the sequence grows"
         )
     return whole
 
 
-def _run_table(recording: Recording, table: Node, positions: Tensor) -> Tensor:
-    graph = recording.graph.graph
+def _run_table(trace: ModelTrace, table: Node, positions: Tensor) -> Tensor:
+    graph = trace.graph.graph
     inputs = list(graph.find_nodes(op="placeholder"))[-3:]
     values: dict[Node, Any] = {inputs[1]: positions[None]}
-    # The recorded graph takes sizes from the token ids. Here sizes are constants, so no token ids
+    # The traced graph takes sizes from the token ids. Here sizes are constants, so no token ids
     # are needed.
     needed = _ancestors([table], {node for node in graph.nodes if not _is_size(node)})
     for node in graph.nodes:
@@ -137,11 +137,11 @@ def _run_table(recording: Recording, table: Node, positions: Tensor) -> Tensor:
         if node not in needed or node in values:
             continue
         if node.op == "placeholder":
-            values[node] = _buffer(recording, node).clone()
+            values[node] = _buffer(trace, node).clone()
         elif node.op == "get_attr":
-            values[node] = getattr(recording.graph, str(node.target))
-        elif node.target is recorded_module:
-            raise ValueError(f"{_kind(recording)} computes {table.name} with weights")
+            values[node] = getattr(trace.graph, str(node.target))
+        elif node.target is traced_module:
+            raise ValueError(f"{_kind(trace)} computes {table.name} with weights")
         else:
             target: Any = node.target
             arguments = map_arg((node.args, node.kwargs), lambda arg: values[arg])
@@ -149,26 +149,26 @@ def _run_table(recording: Recording, table: Node, positions: Tensor) -> Tensor:
             values[node] = target(*positional, **keywords)
     rows = values[table]
     if rows.shape[0] != 1 or rows.dim() < 2 or rows.shape[1] != len(positions):
-        raise ValueError(f"{_kind(recording)}: {table.name} has no row for each position")
+        raise ValueError(f"{_kind(trace)}: {table.name} has no row for each position")
     return rows[0]
 
 
-def _buffer(recording: Recording, node: Node) -> Tensor:
-    name = recording.tensors.get(node.name)
-    tensor = None if name is None else dict(recording.model.named_buffers()).get(name)
+def _buffer(trace: ModelTrace, node: Node) -> Tensor:
+    name = trace.tensors.get(node.name)
+    tensor = None if name is None else dict(trace.model.named_buffers()).get(name)
     if tensor is None or tensor.is_meta:
-        raise ValueError(f"{_kind(recording)} computes positions from {name or node.name}")
+        raise ValueError(f"{_kind(trace)} computes positions from {name or node.name}")
     return tensor
 
 
-def _kind(recording: Recording) -> str:
-    return type(recording.model).__name__
+def _kind(trace: ModelTrace) -> str:
+    return type(trace.model).__name__
 
 
-def _group(recording: Recording, node: Node) -> int:
+def _group(trace: ModelTrace, node: Node) -> int:
     """The part of a node: 0 = before the layers, i + 1 = layer i, num_layers + 1 = after them."""
-    num_layers = len(recording.layers)
-    section = recording.sections.get(node.name, 2 * num_layers)
+    num_layers = len(trace.layers)
+    section = trace.sections.get(node.name, 2 * num_layers)
     return min((section + 1) // 2, num_layers + 1) if section < 2 * num_layers else num_layers + 1
 
 
@@ -220,13 +220,13 @@ def _ancestors(nodes: Iterable[Node], within: set[Node]) -> set[Node]:
     return found
 
 
-def _head(recording: Recording, nodes: list[Node]) -> Node:
+def _head(trace: ModelTrace, nodes: list[Node]) -> Node:
     """The call of the output head."""
-    head = recording.model.get_output_embeddings()
+    head = trace.model.get_output_embeddings()
     for node in nodes:
-        if node.target is recorded_module:
+        if node.target is traced_module:
             name = str(node.args[2])
-            is_linear = isinstance(recording.leaves[name], LinearLeaf)
-            if is_linear and recording.model.get_submodule(name) is head:
+            is_linear = isinstance(trace.leaves[name], LinearLeaf)
+            if is_linear and trace.model.get_submodule(name) is head:
                 return node
-    raise ValueError(f"{_kind(recording)} has no linear output head")
+    raise ValueError(f"{_kind(trace)} has no linear output head")

@@ -1,4 +1,4 @@
-"""Converts a part of a recorded graph from [1, T, ...] to [T, ...]: the tokens of a step, no batch.
+"""Converts a part of a traced graph from [1, T, ...] to [T, ...]: the tokens of a step, no batch.
 
 transformers computes [1, T, ...]. Every value whose first dimension has the size 1 loses that
 dimension: results of operations, parameters, buffers and constants. Each operation has a rule for
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ostinato.models.recorded.graph_values import (
+from ostinato.models.traced.graph_values import (
     ALONG_DIM,
     COPIES,
     DEFAULT_DIM,
@@ -35,23 +35,23 @@ from ostinato.models.recorded.graph_values import (
     integers_of,
     is_transpose,
     is_whole_slice,
-    recorded_attention,
-    recorded_module,
-    recorded_value,
+    traced_attention,
+    traced_module,
+    traced_value,
     transposed,
     view_sizes,
     without_writing,
 )
-from ostinato.models.recorded.recording import Recording
+from ostinato.models.traced.model_trace import ModelTrace
 
 __all__ = ("TENSORS", "PartBuilder")
 
-TENSORS = "recorded_tensors"
+TENSORS = "traced_tensors"
 """The module of a part that holds the tensors which the part's graph reads directly.
 
 These tensors are kept apart from the modules that the graph calls, because the graph can call a
 module and read another of its tensors. For example, a router can pass only its weight to
-`F.linear`, which is recorded as a call of the router without bias, and then add its bias itself.
+`F.linear`, which is traced as a call of the router without bias, and then add its bias itself.
 """
 
 _aten = torch.ops.aten
@@ -61,27 +61,27 @@ class PartBuilder:
     """Builds the graph of one part.
 
     Args:
-        recording: the recorded run.
+        trace: the traced run.
         prefix: dropped from the names of modules and parameters.
         device: where the part runs.
     """
 
-    def __init__(self, recording: Recording, prefix: str, device: torch.device) -> None:
+    def __init__(self, trace: ModelTrace, prefix: str, device: torch.device) -> None:
         self.graph = Graph()
         self.leaf_names: list[str] = []  # full names of the modules that the part calls
         self.tensor_names: list[str] = []  # full names of tensors that the part reads
         self.constants: dict[str, Tensor] = {}  # other tensors that the part reads
         self.attention_call: int | None = None
-        self._recording = recording
+        self._trace = trace
         self._prefix = prefix
         self._device = device
         self._new: dict[Node, Any] = {}
-        # recorded nodes with a batch dimension, which their converted values do not have
+        # traced nodes with a batch dimension, which their converted values do not have
         self._has_batch: set[Node] = set()
         self.attention_inputs: tuple[Node, ...] = ()  # step and caches
         self._rules: dict[Any, Callable[[Node], None]] = {
-            recorded_module: self._leaf,
-            recorded_attention: self._attention,
+            traced_module: self._leaf,
+            traced_attention: self._attention,
             operator.getitem: self._item,
             **dict.fromkeys(VIEWS, self._view),
             **dict.fromkeys(COPIES, self._copy),
@@ -99,60 +99,60 @@ class PartBuilder:
             _aten.native_layer_norm.default: self._layer_norm,
         }
 
-    def input(self, name: str, recorded: Node | None = None) -> Node:
-        """An input of the part: the value `recorded`, if given, without its batch dimension."""
+    def input(self, name: str, traced: Node | None = None) -> Node:
+        """An input of the part: the value `traced`, if given, without its batch dimension."""
         node = self.graph.placeholder(name)
-        if recorded is not None:
-            self.bind(recorded, node)
+        if traced is not None:
+            self.bind(traced, node)
         return node
 
-    def has(self, recorded: Node) -> bool:
-        """Whether a recorded node has a converted value in this part."""
-        return recorded in self._new
+    def has(self, traced: Node) -> bool:
+        """Whether a traced node has a converted value in this part."""
+        return traced in self._new
 
-    def bind(self, recorded: Node, value: Node) -> None:
-        """Use a node of the part as the converted value of a recorded one."""
-        self._new[recorded] = value
-        if has_batch(recorded_value(recorded)):
-            self._has_batch.add(recorded)
+    def bind(self, traced: Node, value: Node) -> None:
+        """Use a node of the part as the converted value of a traced one."""
+        self._new[traced] = value
+        if has_batch(traced_value(traced)):
+            self._has_batch.add(traced)
 
     def reshaped(self, node: Node, sizes: tuple[int, ...]) -> Node:
         """A node of the part with other sizes."""
         return self.graph.call_method("reshape", (node, *sizes))
 
-    def add(self, recorded: Node) -> None:
-        """Convert one recorded node. Its inputs must be converted already.
+    def add(self, traced: Node) -> None:
+        """Convert one traced node. Its inputs must be converted already.
 
         Raises:
             ValueError: the node has no rule, mixes tokens, needs their number, overwrites a value
                 that is used otherwise, moves the batch dimension or cannot be computed without it,
                 or reads the padding mask or token ids.
         """
-        if recorded.op == "get_attr":
-            self._add_constant(recorded)
+        if traced.op == "get_attr":
+            self._add_constant(traced)
             return
-        if recorded.op == "placeholder":
-            self._add_tensor(recorded)
+        if traced.op == "placeholder":
+            self._add_tensor(traced)
             return
-        target: Any = recorded.target
+        target: Any = traced.target
         is_writing = getattr(getattr(target, "_schema", None), "is_mutable", False)
-        if target is _aten.sym_size.int or isinstance(recorded_value(recorded), torch.SymInt | int):
-            self._new[recorded] = recorded_value(recorded)
+        if target is _aten.sym_size.int or isinstance(traced_value(traced), torch.SymInt | int):
+            self._new[traced] = traced_value(traced)
             return
-        self._check_tokens(recorded)
+        self._check_tokens(traced)
         if is_writing:
-            target = recorded.target = without_writing(recorded)
+            target = traced.target = without_writing(traced)
         rule = self._rule(target)
         if rule is None:
             raise ValueError(f"it computes {target}, which has no rule here and may mix tokens")
-        rule(recorded)
-        node = self._new.get(recorded)
+        rule(traced)
+        node = self._new.get(traced)
         if isinstance(node, Node):
-            node.meta["val"] = self._stripped(recorded)
+            node.meta["val"] = self._stripped(traced)
 
-    def result(self, recorded: Node) -> Node:
+    def result(self, traced: Node) -> Node:
         """The converted node of a value, without its batch dimension."""
-        return self._new[recorded]
+        return self._new[traced]
 
     def _rule(self, target: Any) -> Callable[[Node], None] | None:
         rule = self._rules.get(target)
@@ -162,35 +162,35 @@ class PartBuilder:
 
     # ---- rules ----
 
-    def _same(self, recorded: Node) -> None:
-        """Keep the operation as recorded: its inputs get their batch dimension back."""
-        arguments = self._restored(recorded.args)
-        node = self._call(recorded.target, arguments, dict(recorded.kwargs))
-        self._set_whole(recorded, node)
+    def _same(self, traced: Node) -> None:
+        """Keep the operation as traced: its inputs get their batch dimension back."""
+        arguments = self._restored(traced.args)
+        node = self._call(traced.target, arguments, dict(traced.kwargs))
+        self._set_whole(traced, node)
 
-    def _pointwise(self, recorded: Node) -> None:
+    def _pointwise(self, traced: Node) -> None:
         keywords = {
             key: self._device if key == "device" else self._mapped(value)
-            for key, value in recorded.kwargs.items()
+            for key, value in traced.kwargs.items()
             if key not in ("pin_memory", "layout", "memory_format", "non_blocking")
         }
-        target: Any = recorded.target
+        target: Any = traced.target
         if target is _aten._to_copy.default and "dtype" not in keywords:
-            self._copy(recorded)
+            self._copy(traced)
             return
-        node = self._call(target, self._mapped(recorded.args), keywords)
-        if has_batch(recorded_value(recorded)):
-            self._has_batch.add(recorded)
-        self._new[recorded] = node
+        node = self._call(target, self._mapped(traced.args), keywords)
+        if has_batch(traced_value(traced)):
+            self._has_batch.add(traced)
+        self._new[traced] = node
 
-    def _leaf(self, recorded: Node) -> None:
-        inputs, name = inputs_of(recorded), str(recorded.args[2])
+    def _leaf(self, traced: Node) -> None:
+        inputs, name = inputs_of(traced), str(traced.args[2])
         first = inputs[:-1] if len(inputs) > 1 else inputs
         if len(inputs) == 3:
             first = [inputs[2], inputs[0], inputs[1]]
         values = [self._new[node] for node in first]
         new = [self._ordered(value) for value in values]
-        shape = self._stripped(recorded).shape
+        shape = self._stripped(traced).shape
         self.leaf_names.append(name)
         target = name.removeprefix(self._prefix)
         is_flat = len(shape) <= 2 or len(inputs) > 1
@@ -206,46 +206,46 @@ class PartBuilder:
             node = self.graph.call_method("reshape", (node, *view_sizes(shape)))
             if is_transposed:
                 node = transposed(self.graph, node)
-        self.bind(recorded, node)
+        self.bind(traced, node)
 
-    def _attention(self, recorded: Node) -> None:
-        (call,) = integers_of(recorded, 3)
+    def _attention(self, traced: Node) -> None:
+        (call,) = integers_of(traced, 3)
         self.attention_call = call
-        heads = [self._new[input_of(recorded, place)] for place in range(3)]
+        heads = [self._new[input_of(traced, place)] for place in range(3)]
         swapped = [self._ordered(transposed(self.graph, node)) for node in heads]
-        name, sinks = self._recording.calls[call].sinks, None
+        name, sinks = self._trace.calls[call].sinks, None
         if name:
             sinks = self._tensor(name)
         node = self.graph.call_module("attention", (*swapped, sinks, *self.attention_inputs))
-        self.bind(recorded, node)
+        self.bind(traced, node)
 
     def _ordered(self, node: Node) -> Node:
         """The value, made contiguous in memory, which this project's ops and views need."""
         return node if in_order(node) else self.graph.call_method("contiguous", (node,))
 
-    def _item(self, recorded: Node) -> None:
-        source = self._new[input_of(recorded)]
-        node = self.graph.call_function(operator.getitem, (source, recorded.args[1]))
-        if has_batch(recorded_value(recorded)):
-            self._has_batch.add(recorded)
-        self._new[recorded] = node
+    def _item(self, traced: Node) -> None:
+        source = self._new[input_of(traced)]
+        node = self.graph.call_function(operator.getitem, (source, traced.args[1]))
+        if has_batch(traced_value(traced)):
+            self._has_batch.add(traced)
+        self._new[traced] = node
 
-    def _copy(self, recorded: Node) -> None:
-        source = input_of(recorded)
-        self._new[recorded] = self._new[source]
+    def _copy(self, traced: Node) -> None:
+        source = input_of(traced)
+        self._new[traced] = self._new[source]
         if source in self._has_batch:
-            self._has_batch.add(recorded)
+            self._has_batch.add(traced)
 
-    def _view(self, recorded: Node) -> None:
-        source = input_of(recorded)
-        sizes = self._stripped(recorded).shape
+    def _view(self, traced: Node) -> None:
+        source = input_of(traced)
+        sizes = self._stripped(traced).shape
         whole = self._ordered(self._new[source])
         node = self.graph.call_method("reshape", (whole, *view_sizes(sizes)))
-        self.bind(recorded, node)
+        self.bind(traced, node)
 
-    def _expand(self, recorded: Node) -> None:
-        source = input_of(recorded)
-        old, new = self._stripped(source).shape, self._stripped(recorded).shape
+    def _expand(self, traced: Node) -> None:
+        source = input_of(traced)
+        old, new = self._stripped(source).shape, self._stripped(traced).shape
         added = len(new) - len(old)
         sizes = [
             -1 if index >= added and new[index] == old[index - added] else new[index]
@@ -254,73 +254,73 @@ class PartBuilder:
         if any(isinstance(size, torch.SymInt) for size in sizes):
             raise ValueError("it repeats a value for each token of a step")
         node = self.graph.call_method("expand", (self._new[source], *map(int, sizes)))
-        self.bind(recorded, node)
+        self.bind(traced, node)
 
-    def _transpose(self, recorded: Node) -> None:
-        source = input_of(recorded)
-        dims = len(recorded_value(source).shape)
-        places = sorted(dim % dims for at in (1, 2) for dim in integers_of(recorded, at))
+    def _transpose(self, traced: Node) -> None:
+        source = input_of(traced)
+        dims = len(traced_value(source).shape)
+        places = sorted(dim % dims for at in (1, 2) for dim in integers_of(traced, at))
         if source not in self._has_batch:
-            self._same(recorded)
+            self._same(traced)
         elif places[0] == 0:
             raise ValueError("it transposes the batch")
         else:
             one, two = places[0] - 1, places[1] - 1
             node = transposed(self.graph, self._new[source], one, two)
-            self.bind(recorded, node)
+            self.bind(traced, node)
 
-    def _permute(self, recorded: Node) -> None:
-        source = input_of(recorded)
-        count = len(recorded_value(source).shape)
-        order = [dim % count for dim in integers_of(recorded, 1)]
+    def _permute(self, traced: Node) -> None:
+        source = input_of(traced)
+        count = len(traced_value(source).shape)
+        order = [dim % count for dim in integers_of(traced, 1)]
         if source in self._has_batch and order[0] == 0:
             order = [dim - 1 for dim in order[1:]]
             node = self._call(_aten.permute.default, (self._new[source], order), {})
-            self.bind(recorded, node)
+            self.bind(traced, node)
             return
-        self._same(recorded)
+        self._same(traced)
 
-    def _unsqueeze(self, recorded: Node) -> None:
-        source, (dim,) = input_of(recorded), integers_of(recorded, 1)
-        dims = len(recorded_value(source).shape) + (recorded.target is _aten.unsqueeze.default)
+    def _unsqueeze(self, traced: Node) -> None:
+        source, (dim,) = input_of(traced), integers_of(traced, 1)
+        dims = len(traced_value(source).shape) + (traced.target is _aten.unsqueeze.default)
         place = dim % dims
         if source in self._has_batch and place > 0:
-            node = self._call(recorded.target, (self._new[source], place - 1), {})
-            self.bind(recorded, node)
+            node = self._call(traced.target, (self._new[source], place - 1), {})
+            self.bind(traced, node)
         elif (
             place == 0
-            and recorded.target is _aten.unsqueeze.default
+            and traced.target is _aten.unsqueeze.default
             and (source not in self._has_batch)
         ):
-            self.bind(recorded, self._new[source])
+            self.bind(traced, self._new[source])
         else:
-            self._same(recorded)
+            self._same(traced)
 
-    def _along(self, recorded: Node) -> None:
+    def _along(self, traced: Node) -> None:
         """An operation along dimensions.
 
         If all inputs have lost the batch dimension, the dimensions are counted without it. If only
         some have, or the operation is along the batch, the inputs get it back.
         """
-        target: Any = recorded.target
+        target: Any = traced.target
         place, key = ALONG_DIM[target]
-        arguments: list[Any] = list(recorded.args)
-        keywords: dict[str, Any] = dict(recorded.kwargs)
-        source = inputs_of(recorded)[0]
+        arguments: list[Any] = list(traced.args)
+        keywords: dict[str, Any] = dict(traced.kwargs)
+        source = inputs_of(traced)[0]
         stated = arguments[place] if len(arguments) > place else keywords.pop(key, None)
         if stated is None:
             stated = DEFAULT_DIM.get(target, 0)
         is_stack = target is _aten.stack.default
-        count = len(recorded_value(source).shape) + is_stack
+        count = len(traced_value(source).shape) + is_stack
         stated_list = stated if isinstance(stated, list | tuple) else [stated]
         dims = [int(dim) % count for dim in stated_list]
-        if target is _aten.slice.Tensor and is_whole_slice(recorded):
-            self._copy(recorded)
+        if target is _aten.slice.Tensor and is_whole_slice(traced):
+            self._copy(traced)
             return
         tensors = [
-            node for node in recorded.all_input_nodes if isinstance(recorded_value(node), Tensor)
+            node for node in traced.all_input_nodes if isinstance(traced_value(node), Tensor)
         ]
-        shapes = [recorded_value(node).shape for node in tensors]
+        shapes = [traced_value(node).shape for node in tensors]
         if not is_stack and any(
             isinstance(shape[dim], torch.SymInt) for shape in shapes for dim in dims
         ):
@@ -328,7 +328,7 @@ class PartBuilder:
         batched = [node in self._has_batch for node in tensors]
         if any(batched):
             if not all(batched) or 0 in dims:
-                self._same(recorded)
+                self._same(traced)
                 return
             dims = [dim - 1 for dim in dims]
         while len(arguments) <= place:
@@ -344,76 +344,76 @@ class PartBuilder:
         if target is _aten.split_with_sizes.default or target is _aten.split.Tensor:
             size, sizes = arguments[1], arguments[1]
             if not isinstance(size, list | tuple):
-                total = int(recorded_value(source).shape[dims[0] + (1 if any(batched) else 0)])
+                total = int(traced_value(source).shape[dims[0] + (1 if any(batched) else 0)])
                 sizes = tuple(min(size, total - at) for at in range(0, total, size))
             node = self.graph.call_method(
                 "split_with_sizes", (self._new[source], list(sizes), dims[0])
             )
         else:
             node = self._call(target, new_arguments, self._mapped(keywords))
-        self.bind(recorded, node)
+        self.bind(traced, node)
 
-    def _layer_norm(self, recorded: Node) -> None:
-        source, sizes = input_of(recorded), integers_of(recorded, 1)
-        if len(sizes) != 1 or isinstance(recorded_value(source).shape[-1], torch.SymInt):
-            raise ValueError(f"{recorded.target} does not go over the features of a token alone")
-        self._new[recorded] = self._call(recorded.target, self._mapped(recorded.args), {})
+    def _layer_norm(self, traced: Node) -> None:
+        source, sizes = input_of(traced), integers_of(traced, 1)
+        if len(sizes) != 1 or isinstance(traced_value(source).shape[-1], torch.SymInt):
+            raise ValueError(f"{traced.target} does not go over the features of a token alone")
+        self._new[traced] = self._call(traced.target, self._mapped(traced.args), {})
 
-    def _product(self, recorded: Node) -> None:
+    def _product(self, traced: Node) -> None:
         """A matrix product, which must not sum over tokens."""
-        factors = recorded.args[-2:]
-        summed = [recorded_value(factors[0]).shape[-1], recorded_value(factors[1]).shape[-2]]
+        factors = traced.args[-2:]
+        summed = [traced_value(factors[0]).shape[-1], traced_value(factors[1]).shape[-2]]
         if any(isinstance(size, torch.SymInt) for size in summed):
-            raise ValueError(f"{recorded.target} sums over the tokens of a step")
-        self._same(recorded)
+            raise ValueError(f"{traced.target} sums over the tokens of a step")
+        self._same(traced)
 
     # ---- values ----
 
-    def _add_tensor(self, recorded: Node) -> None:
+    def _add_tensor(self, traced: Node) -> None:
         """A parameter or buffer of the model."""
-        name = self._recording.tensors.get(recorded.name)
+        name = self._trace.tensors.get(traced.name)
         if name is None:
             raise ValueError("it reads the padding mask, or token ids in a layer")
-        self._set_whole(recorded, self._tensor(name))
+        self._set_whole(traced, self._tensor(name))
 
     def _tensor(self, name: str) -> Node:
         self.tensor_names.append(name)
         return self.graph.get_attr(f"{TENSORS}.{name.removeprefix(self._prefix)}")
 
-    def _add_constant(self, recorded: Node) -> None:
-        name = str(recorded.target)
-        self.constants[name] = getattr(self._recording.graph, name)
-        recorded.meta.setdefault("val", self.constants[name])
-        self._set_whole(recorded, self.graph.get_attr(name))
+    def _add_constant(self, traced: Node) -> None:
+        name = str(traced.target)
+        self.constants[name] = getattr(self._trace.graph, name)
+        traced.meta.setdefault("val", self.constants[name])
+        self._set_whole(traced, self.graph.get_attr(name))
 
-    def _check_tokens(self, recorded: Node) -> None:
-        value = recorded_value(recorded)
+    def _check_tokens(self, traced: Node) -> None:
+        value = traced_value(traced)
         if isinstance(value, Tensor):
             symbols = sum(isinstance(size, torch.SymInt) for size in value.shape)
             if symbols > 1:
-                raise ValueError(f"{recorded.target} pairs the tokens of a step with each other")
+                raise ValueError(f"{traced.target} pairs the tokens of a step with each other")
 
-    def _stripped(self, recorded: Node) -> Any:
+    def _stripped(self, traced: Node) -> Any:
         """A tensor's shape and dtype, without the batch dimension; any other value as it is."""
-        value = recorded_value(recorded)
+        value = traced_value(traced)
         if isinstance(value, Tensor) and has_batch(value):
             return ValueShape(tuple(value.shape[1:]), value.dtype)
         if isinstance(value, Tensor):
             return ValueShape(tuple(value.shape), value.dtype)
         return value
 
-    def _set_whole(self, recorded: Node, node: Node) -> None:
+    def _set_whole(self, traced: Node, node: Node) -> None:
         """Note the result of an operation that kept the batch."""
-        value = recorded_value(recorded)
+        value = traced_value(traced)
         if isinstance(value, Tensor) and has_batch(value):
             node = self._call(_aten.select.int, (node, 0, 0), {})
-            self._has_batch.add(recorded)
+            self._has_batch.add(traced)
         elif isinstance(value, list | tuple):
             raise ValueError(
-                f"{recorded.target} has several results, and no rule here takes the batch "
+                f"{traced.target} has several results, and no rule here takes the batch "
                 "dimension from each of them"
             )
-        self._new[recorded] = node
+        self._new[traced] = node
 
     def _restored(self, arguments: Any) -> Any:
         """The converted arguments, with their batch dimension added again."""

@@ -1,4 +1,4 @@
-"""Builds the modules of a recorded model from the parts of its graph."""
+"""Builds the modules of a traced model from the parts of its graph."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.fx import Node
 
 from ostinato.models.layers.linear_layers import BuildOptions, MergedLinear
 from ostinato.models.layers.vocabulary_layers import Embedding, OutputHead
-from ostinato.models.recorded.fusions import Fused, fuse
-from ostinato.models.recorded.graph_parts import TENSORS, PartBuilder
-from ostinato.models.recorded.graph_values import drop_unused, inputs_of
-from ostinato.models.recorded.leaf_modules import (
+from ostinato.models.step_tensors import RopeRows, TableRows
+from ostinato.models.traced.fusions import Fused, fuse
+from ostinato.models.traced.graph_parts import TENSORS, PartBuilder
+from ostinato.models.traced.graph_values import drop_unused, inputs_of
+from ostinato.models.traced.leaf_modules import (
     EmbeddingLeaf,
     ExpertsLeaf,
     Leaf,
     LinearLeaf,
 )
-from ostinato.models.recorded.partition import compute_table, partition
-from ostinato.models.recorded.recorded_modules import (
+from ostinato.models.traced.model_trace import ModelTrace
+from ostinato.models.traced.partition import compute_table, partition
+from ostinato.models.traced.rotations import Repeats
+from ostinato.models.traced.traced_modules import (
     Logits,
-    RecordedAttention,
-    RecordedGraph,
-    RecordedLayer,
+    TracedAttention,
+    TracedGraph,
+    TracedLayer,
     build_leaf,
 )
-from ostinato.models.recorded.recording import Recording
-from ostinato.models.recorded.rotations import Repeats
-from ostinato.models.step_tensors import RopeRows, TableRows
 
 __all__ = ("Assembly", "Tables", "rows_of_kind")
 
@@ -49,30 +49,30 @@ class Tables:
 
 
 class Assembly:
-    """The parts of a recorded model as modules.
+    """The parts of a traced model as modules.
 
     Args:
-        recording: the recorded run.
+        trace: the traced run.
         options: dtype, device, attention backend and length.
 
     Raises:
         ValueError: the model computes something that is not supported.
     """
 
-    def __init__(self, recording: Recording, options: BuildOptions) -> None:
+    def __init__(self, trace: ModelTrace, options: BuildOptions) -> None:
         self.tables = Tables()
         self.merged: dict[str, tuple[str, ...]] = {}
         self.row_orders: dict[str, Tensor] = {}  # name of a stored matrix -> order of its rows
-        self._recording = recording
+        self._trace = trace
         self._options = options
-        self._parts = partition(recording)
-        model = recording.model
+        self._parts = partition(trace)
+        model = trace.model
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self.is_tied = head.weight is embedding.weight
         self._embedding = _name_of(model, embedding)
         self._repeats: dict[Node, Repeats | None] = {}
 
-    def begin(self) -> RecordedGraph:
+    def begin(self) -> TracedGraph:
         """Token ids [T] and positions [T] -> hidden states [T, D]."""
         parts = self._parts
         builder = self._builder("")
@@ -80,19 +80,19 @@ class Assembly:
         builder.input("positions", parts.positions)
         return self._finished(builder, parts.begin, parts.layers[0].hidden)
 
-    def layers(self) -> Iterable[RecordedLayer]:
+    def layers(self) -> Iterable[TracedLayer]:
         """The layers in order."""
-        for index, name in enumerate(self._recording.layers):
+        for index, name in enumerate(self._trace.layers):
             yield self._layer(index, f"{name}.")
 
-    def finish(self) -> RecordedGraph:
+    def finish(self) -> TracedGraph:
         """[R, D] -> [R, D]: the part between the last layer and the output head."""
         parts = self._parts
         builder = self._builder("")
         builder.input("hidden", parts.layers[-1].result)
         return self._finished(builder, parts.finish, inputs_of(parts.head)[0])
 
-    def head(self, embedding: Embedding) -> RecordedGraph:
+    def head(self, embedding: Embedding) -> TracedGraph:
         """[R, D] -> logits [R, vocab_size] float32.
 
         Args:
@@ -100,7 +100,7 @@ class Assembly:
         """
         parts = self._parts
         name = str(parts.head.args[2])
-        leaf = self._recording.leaves[name]
+        leaf = self._trace.leaves[name]
         assert isinstance(leaf, LinearLeaf), "it is a linear layer"
         if self.is_tied and not leaf.has_bias:
             matrix: OutputHead | Embedding = embedding
@@ -115,14 +115,14 @@ class Assembly:
         builder.bind(parts.head, logits)
         return self._finished(builder, parts.logits, parts.result, {name: Logits(matrix)})
 
-    def embedding_of(self, begin: RecordedGraph) -> Embedding:
+    def embedding_of(self, begin: TracedGraph) -> Embedding:
         """The token embedding in the part that `begin` made."""
         embedding = begin.get_submodule(self._embedding)
         assert isinstance(embedding, Embedding), "it is the token embedding"
         return embedding
 
     def _builder(self, prefix: str) -> PartBuilder:
-        return PartBuilder(self._recording, prefix, self._options.device)
+        return PartBuilder(self._trace, prefix, self._options.device)
 
     def _finished(
         self,
@@ -130,14 +130,14 @@ class Assembly:
         nodes: Iterable[Node],
         result: Node,
         modules: dict[str, nn.Module] | None = None,
-    ) -> RecordedGraph:
+    ) -> TracedGraph:
         """Convert the nodes of a part outside of the layers."""
         for node in nodes:
             self._add(builder, node)
         builder.graph.output(builder.result(result))
         drop_unused(builder.graph)
         found = self._modules(builder, Fused(), "") | (modules or {})
-        return RecordedGraph(builder.graph, found | self._tensors(builder, ""))
+        return TracedGraph(builder.graph, found | self._tensors(builder, ""))
 
     def _add(self, builder: PartBuilder, node: Node) -> None:
         for source in node.all_input_nodes:
@@ -145,7 +145,7 @@ class Assembly:
                 builder.add(source)
         builder.add(node)
 
-    def _layer(self, index: int, prefix: str) -> RecordedLayer:
+    def _layer(self, index: int, prefix: str) -> TracedLayer:
         part = self._parts.layers[index]
         builder = self._builder(prefix)
         hidden = builder.input("hidden", part.hidden)
@@ -167,28 +167,28 @@ class Assembly:
             for node in part.nodes:
                 self._add(builder, node)
         except ValueError as error:
-            kind = type(self._recording.model).__name__
+            kind = type(self._trace.model).__name__
             raise ValueError(f"{kind}: {prefix.rstrip('.')}: {error}") from error
         builder.graph.output(builder.result(part.result))
         leaves = {
-            name.removeprefix(prefix): self._recording.leaves[name] for name in builder.leaf_names
+            name.removeprefix(prefix): self._trace.leaves[name] for name in builder.leaf_names
         }
         fused = fuse(builder.graph, leaves, lambda node: self._repeats_of(inputs.get(node)), rows)
         for target, order in fused.rotations.row_orders.items():
-            self.row_orders[f"layers.{index}.recorded_layer.{target}"] = order
+            self.row_orders[f"layers.{index}.traced_layer.{target}"] = order
         keys = self._table_keys(builder, fused, inputs)
         modules = self._modules(builder, fused, prefix)
         assert builder.attention_call is not None, "a layer makes one attention call"
-        call = self._recording.calls[builder.attention_call]
-        modules["attention"] = RecordedAttention(call, self._options.attention_backend)
+        call = self._trace.calls[builder.attention_call]
+        modules["attention"] = TracedAttention(call, self._options.attention_backend)
         tensors = self._tensors(builder, prefix)
-        graph = RecordedGraph(builder.graph, modules | tensors)
+        graph = TracedGraph(builder.graph, modules | tensors)
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
         called = tuple(leaves.values())
         key = (graph.code, call.scale, call.sliding_window, call.soft_cap, shapes, called, keys)
         for target, names in fused.merged.items():
             self.merged[target] = names
-        return RecordedLayer(graph, keys, ("recorded layer", *key))
+        return TracedLayer(graph, keys, ("traced layer", *key))
 
     def _table_keys(
         self, builder: PartBuilder, fused: Fused, inputs: dict[Node, Node]
@@ -233,10 +233,10 @@ class Assembly:
                     # take the table as it was before rounding to the model's dtype
                     (table,) = table.all_input_nodes
             if device.type == "meta":
-                few = compute_table(self._recording, table, 1)
+                few = compute_table(self._trace, table, 1)
                 rows = torch.empty((length, *few.shape[1:]), dtype=few.dtype, device=device)
             else:
-                rows = compute_table(self._recording, table, length).to(device)
+                rows = compute_table(self._trace, table, length).to(device)
             if is_half:
                 is_pairs = repeats == Repeats.pairs
                 rows = (rows[:, ::2] if is_pairs else rows[:, : rows.shape[1] // 2]).float()
@@ -247,7 +247,7 @@ class Assembly:
         if table is None:
             return None
         if table not in self._repeats:
-            rows, found = compute_table(self._recording, table, _FEW_POSITIONS), None
+            rows, found = compute_table(self._trace, table, _FEW_POSITIONS), None
             if rows.dim() == _TABLE_DIMS and rows.shape[1] % 2 == 0:
                 half = rows.shape[1] // 2
                 if torch.equal(rows[:, :half], rows[:, half:]):
@@ -259,7 +259,7 @@ class Assembly:
 
     def _modules(self, builder: PartBuilder, fused: Fused, prefix: str) -> dict[str, nn.Module]:
         """The modules that a part's graph calls, by target."""
-        leaves = self._recording.leaves
+        leaves = self._trace.leaves
         found = [leaves[name] for name in builder.leaf_names]
         num_experts = max(
             (leaf.num_experts for leaf in found if isinstance(leaf, ExpertsLeaf)), default=0
@@ -292,7 +292,7 @@ class Assembly:
 
     def _tensors(self, builder: PartBuilder, prefix: str) -> dict[str, Any]:
         """Parameters and buffers that a part's graph reads directly, by target."""
-        model, device = self._recording.model, self._options.device
+        model, device = self._trace.model, self._options.device
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         stored = model.state_dict().keys()
@@ -300,7 +300,7 @@ class Assembly:
         read = {str(node.target) for node in builder.graph.find_nodes(op="get_attr")}
         for name in builder.tensor_names:
             target = f"{TENSORS}.{name.removeprefix(prefix)}"
-            if target not in read:  # only its conversion to another dtype was recorded
+            if target not in read:  # only its conversion to another dtype was traced
                 continue
             tensor = parameters.get(name, buffers.get(name))
             assert tensor is not None, f"{name} is a tensor of the model"

@@ -1,4 +1,4 @@
-"""Fuses torch operations in the graph of a recorded part into this project's ops.
+"""Fuses torch operations in the graph of a traced part into this project's ops.
 
 | in the graph | becomes |
 |---|---|
@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ostinato.models.recorded.graph_values import (
+from ostinato.models.traced.graph_values import (
     drop_unused,
     in_order,
     input_of,
     integers_of,
     shape_of,
 )
-from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
-from ostinato.models.recorded.recorded_modules import rows_of
-from ostinato.models.recorded.rotations import (
+from ostinato.models.traced.leaf_modules import Leaf, LinearLeaf, NormLeaf
+from ostinato.models.traced.rotations import (
     Repeats,
     Rotations,
     fuse_rotations,
     join_rotations,
 )
+from ostinato.models.traced.traced_modules import rows_of
 from ostinato.ops.activation import activate
 
 __all__ = ("Fused", "fuse")
