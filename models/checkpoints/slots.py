@@ -273,8 +273,8 @@ class _ParameterSlot:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        num_rows, *others = self.parameter.shape
-        return (sum(span.total for span in self.spans) or num_rows, *others)
+        shape = tuple(self.parameter.shape)
+        return (sum(span.total for span in self.spans), *shape[1:]) if self.spans else shape
 
     def fill(self, stored_name: str, tensor: Tensor, matrices: range | None = None) -> None:
         is_float = self.parameter.is_floating_point()

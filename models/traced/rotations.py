@@ -273,7 +273,10 @@ def _product_with_table(node: Any) -> tuple[Node, Node, bool] | None:
 
 def _paired_source(node: Node) -> Node | None:
     """The table t [1, T, R] if the node is `t[..., : R / 2].repeat_interleave(2, -1)`."""
-    size = int(shape_of(node)[-1])
+    shape = shape_of(node)
+    if not shape:  # a scalar, such as a parameter of an activation
+        return None
+    size = int(shape[-1])
     steps = (
         ("reshape", (1, -1, size)),
         ("contiguous", ()),
