@@ -4,6 +4,7 @@
 // Two passes: `shrink` multiplies each row by A of its adapter, which gives `rank` numbers, and `expand` multiplies
 // these by B and adds the result. Every sum is a float32 sum in one order, by K and then by rank, whatever the other
 // rows are. So the bits of a row depend on its own adapter only. Rows without an adapter are not touched.
+#include "core/division.h"
 #include "core/elements.h"
 #include "core/kernel.h"
 #include "core/simd.h"
@@ -261,13 +262,11 @@ void expand(const Problem& p, const T* b, Y* y, int64_t begin, int64_t end, int6
 
 // Calls task(index, memory) for every index, on as many threads as the products are worth.
 template <class Task>
-void for_each_task(const Problem& p, const Threads& threads, int64_t tasks, int64_t products, const Task& task) {
-  const int64_t worth = std::min<int64_t>(products / kProductsPerWorker, tasks);
-  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, threads.count()));
-  threads.run(workers, [&](int worker) {
-    const int64_t last = tasks * (worker + 1) / workers;
+void for_each_task(const Problem& p, const Threads& threads, NumParts tasks, int64_t products, const Task& task) {
+  const Division division = divide<kProductsPerWorker>(threads, tasks, products);
+  threads.run(division.num_workers, [&](int worker) {
     float* memory = p.widened + worker * p.widened_floats;
-    for (int64_t index = tasks * worker / workers; index < last; ++index) task(index, memory);
+    for (int64_t index = division.begin(worker); index < division.end(worker); ++index) task(index, memory);
   });
 }
 
@@ -275,7 +274,7 @@ int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class T, class Y>
 void run(const Problem& p, const Threads& threads, const T* x, const T* a, const T* b, Y* y) {
-  int64_t most = 0, rows = 0, products = 0;  // the largest rank of this call; its rows; products of `shrink`
+  int64_t most = 0, rows = 0, products = 0;  // the largest rank of this call; its rows; products of a pass
   for (int64_t g = 0; g < p.num_groups; ++g) {
     rows += p.groups[g].count;
     for (int64_t output = 0; output < p.outputs; ++output) {
@@ -287,14 +286,15 @@ void run(const Problem& p, const Threads& threads, const T* x, const T* a, const
   if (most == 0) return;
   const int64_t ranks = p.num_groups >= 4 * threads.count() ? most : kRanks;
   const int64_t blocks = ceil_divide(most, ranks);
-  for_each_task(p, threads, p.num_groups * blocks, products, [&](int64_t index, float* memory) {
+  for_each_task(p, threads, NumParts{p.num_groups * blocks}, products, [&](int64_t index, float* memory) {
     const int64_t first = index % blocks * ranks;
     shrink(p, x, a, index / blocks, first, first + ranks, memory);
   });
   // With many rows, several panels in turn: the lines of y next to each other are then read and written together.
   const int64_t together = p.num_groups > 2 * p.num_runs ? kPanelsTogether : 1;
   const int64_t parts = ceil_divide(p.panels, together);
-  for_each_task(p, threads, p.num_runs * parts, rows * most * p.out_features, [&](int64_t index, float* memory) {
+  products = rows * most * p.out_features;
+  for_each_task(p, threads, NumParts{p.num_runs * parts}, products, [&](int64_t index, float* memory) {
     const int64_t run = index / parts, first = index % parts * together;
     expand(p, b, y, p.runs[run], p.runs[run + 1], first, std::min(first + together, p.panels), memory);
   });

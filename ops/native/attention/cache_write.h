@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/plan.h"
+#include "core/division.h"
 #include "core/elements.h"
 
 namespace ostinato::attention {
@@ -163,10 +164,8 @@ void write_tokens(const Problem& p, int64_t begin, int64_t end, const Write& wri
 
 inline void write_cache(const Problem& p, DType dtype) {
   const int64_t bytes = p.num_tokens * p.num_kv_heads * (p.head_dim + p.value_dim) * p.element_bytes;
-  const int workers = bytes < kParallelWriteBytes ? 1 : p.threads.count();
-  p.threads.run(workers, [&](int worker) {
-    const int64_t begin = p.num_tokens * worker / workers;
-    const int64_t end = p.num_tokens * (worker + 1) / workers;
+  const Division tokens{p.threads, NumParts{p.num_tokens}, bytes < kParallelWriteBytes ? 1 : p.threads.count()};
+  tokens.run([&](int64_t begin, int64_t end) {
     if (!p.has_byte_cache) return write_tokens(p, begin, end, write_run);
 #if OSTINATO_HAS(OSTINATO_BYTE_CACHE)
     if (dtype == DType::float32) {

@@ -1,5 +1,6 @@
 // The collectives of tensor-parallel ranks. ops/parallel/collectives.py defines them.
 #include "collectives/arguments.h"
+#include "core/division.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -8,18 +9,7 @@
 namespace ostinato::collectives {
 namespace {
 
-constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of a piece for which waking one more thread pays
-
-// Calls body(first, size) for parts of [0, count) elements. The number of threads grows with the number of bytes.
-template <class Body>
-void for_parts(const Threads& threads, int64_t count, int64_t element_bytes, const Body& body) {
-  const int64_t worth = std::min<int64_t>(count * element_bytes / kBytesPerWorker, threads.count());
-  const int workers = static_cast<int>(std::max<int64_t>(worth, 1));
-  threads.run(workers, [&](int worker) {
-    const int64_t first = count * worker / workers, last = count * (worker + 1) / workers;
-    body(first, last - first);
-  });
-}
+constexpr int64_t kPieceBytesPerWorker = 64 << 10;  // bytes of a piece for which waking one more thread pays
 
 // out = parts[0] + parts[1] + ... + residual, in this order, in float32.
 template <class T, class Out>
@@ -43,20 +33,23 @@ template <class T, class Out>
 void reduce(Group& group, const Threads& threads, const Tensor& partial, const Tensor& residual, const Tensor& out) {
   const T* own = partial.as<T>();
   const Out* added = residual.exists() ? residual.as<Out>() : nullptr;
+  const auto divided = [&](int64_t size) {
+    return divide<kPieceBytesPerWorker>(threads, NumParts{size}, size * static_cast<int64_t>(sizeof(T)));
+  };
   const auto write = [&](int64_t first, int64_t size, char* slot) {
-    for_parts(threads, size, sizeof(T), [&](int64_t begin, int64_t count) {
-      std::memcpy(slot + begin * sizeof(T), own + first + begin, count * sizeof(T));
+    divided(size).run([&](int64_t begin, int64_t end) {
+      std::memcpy(slot + begin * sizeof(T), own + first + begin, (end - begin) * sizeof(T));
     });
   };
   const auto read = [&](int64_t first, int64_t size, const auto& slot_of) {
-    for_parts(threads, size, sizeof(T), [&](int64_t begin, int64_t count) {
+    divided(size).run([&](int64_t begin, int64_t end) {
       const T* parts[kMaxRanks];
       for (int rank = 0; rank < group.world(); ++rank) {
         const T* part = rank == group.rank() ? own + first : reinterpret_cast<const T*>(slot_of(rank));
         parts[rank] = part + begin;
       }
       const int64_t at = first + begin;
-      sum_parts(parts, group.world(), added == nullptr ? nullptr : added + at, count, out.as<Out>() + at);
+      sum_parts(parts, group.world(), added == nullptr ? nullptr : added + at, end - begin, out.as<Out>() + at);
     });
   };
   group.exchange(partial.num_elements(), sizeof(T), write, read);

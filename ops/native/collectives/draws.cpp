@@ -2,6 +2,7 @@
 //
 // Rank 0 has the parameters of the draws. It begins each call with a request, which the other ranks answer.
 #include "collectives/arguments.h"
+#include "core/division.h"
 #include "core/kernel.h"
 #include "rows/draw.h"
 
@@ -11,6 +12,7 @@ namespace ostinato::collectives {
 namespace {
 
 using logit_rows::Candidate;
+using logit_rows::kLogitsPerWorker;
 using logit_rows::kNever;
 using logit_rows::Row;
 
@@ -62,7 +64,7 @@ class Parts {
   void find_likeliest(int64_t* ids) {
     auto* best = call_.workspace<Candidate>(rows_);
     const int64_t first_id = group_.rank() * width_;
-    sampling::for_rows(call_.threads(), rows_, width_, [&](int64_t row) {
+    divide<kLogitsPerWorker>(call_.threads(), NumParts{rows_}, rows_ * width_).for_each([&](int64_t row) {
       const Row part(logits_ + row * width_, width_);
       best[row] = {part.most(), static_cast<int32_t>(first_id + part.likeliest())};
     });
@@ -99,7 +101,7 @@ class Parts {
     }
     const int64_t most = first_row(1);  // rows of a rank
     auto* own = call_.workspace<int64_t>(most);
-    sampling::for_rows(call_.threads(), count, num_tokens(), [&](int64_t row) {
+    divide<kLogitsPerWorker>(call_.threads(), NumParts{count}, count * num_tokens()).for_each([&](int64_t row) {
       const auto p = sampling::Parameters::read(inputs + begin + row, rows_);
       own[row] = sampling::draw(logits + row * num_tokens(), num_tokens(), p);
     });

@@ -146,13 +146,12 @@ void compress_linear(Call& call) {
                  "compressed must be a contiguous uint8 matrix with ", panel_bytes, " bytes in a row");
   const int64_t panels = ceil_divide(weight.sizes[0], kPanel);
   const auto panel_at = [&](int64_t panel) { return compressed.as<uint8_t>() + (first_row / kPanel + panel) * panel_bytes; };
-  const int workers = workers_for(call.threads(), panels * whole_steps * kPanel * 4, panels);
-  std::vector<std::vector<uint8_t>> aside(workers);
-  const auto first_of = [&](int64_t worker) { return panels * worker / workers; };
-  call.threads().run(workers, [&](int worker) {
+  const Division division = divide_conversion(call.threads(), NumParts{panels}, panels * whole_steps * kPanel * 4);
+  std::vector<std::vector<uint8_t>> aside(division.num_workers);
+  call.threads().run(division.num_workers, [&](int worker) {
     const int64_t units = whole_steps * kPanel;
     const std::unique_ptr<uint32_t[]> packed(new uint32_t[units]);
-    for (int64_t panel = first_of(worker); panel < first_of(worker + 1); ++panel) {
+    for (int64_t panel = division.begin(worker); panel < division.end(worker); ++panel) {
       const int64_t row = panel * kPanel;
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, weight.sizes[0] - row));
       if (columns < kPanel) std::memset(packed.get(), 0, units * 4);
@@ -163,8 +162,8 @@ void compress_linear(Call& call) {
     }
   });
   uint64_t total = 0;
-  for (int worker = 0; worker < workers; total += aside[worker++].size()) {
-    for (int64_t panel = first_of(worker); panel < first_of(worker + 1); ++panel) {
+  for (int worker = 0; worker < division.num_workers; total += aside[worker++].size()) {
+    for (int64_t panel = division.begin(worker); panel < division.end(worker); ++panel) {
       reinterpret_cast<PanelHeader*>(panel_at(panel))->offset += total;
     }
   }

@@ -21,10 +21,8 @@ void give_rows(Call& call, const Tensor& ids, int64_t out_features, int64_t in_f
   const int64_t sizes[] = {num_rows, in_features};
   const Tensor out = call.empty(sizes, 2, dtype);
   std::atomic<int64_t> wrong_row{-1};
-  const int workers = workers_for(call.threads(), num_rows * row_traffic, num_rows);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = num_rows * (worker + 1) / workers;
-    for (int64_t row = num_rows * worker / workers; row < last; ++row) {
+  divide_conversion(call.threads(), NumParts{num_rows}, num_rows * row_traffic).run([&](int64_t row, int64_t end) {
+    for (; row < end; ++row) {
       const int64_t id = id_at(row);
       if (id < 0 || id >= out_features) {
         wrong_row = row;

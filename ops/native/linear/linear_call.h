@@ -47,8 +47,9 @@ void call_linear(Call& call, const MakeWeight& make_weight, const Multiply& mult
 // Turns the gates and factors in `problem.out` into the rows of `out`.
 inline void activate_rows(DType dtype, activation::Activation kind, const Problem& problem, const Tensor& out) {
   const int64_t count = problem.out_features / 2;
+  const int64_t bytes = problem.rows * problem.out_features * element_bytes(dtype);
   with_element(dtype, [&]<class T>(T) {
-    for_each_row(problem.threads, problem.rows, problem.rows * problem.out_features * element_bytes(dtype), [&](int64_t row) {
+    for_each_row(problem.threads, NumParts{problem.rows}, bytes, [&](int64_t row) {
       const T* gates = static_cast<const T*>(problem.out) + row * problem.out_features;
       activation::activate_row(kind, gates, gates + count, count, out.as<T>() + row * count);
     });

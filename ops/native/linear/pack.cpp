@@ -25,16 +25,12 @@ void pack_linear(Call& call) {
   const int64_t row_bytes = weight.strides[0] * element_bytes;
   const int64_t panel_units = target.steps * kPanel;
   const int64_t first_panel = first_row / kPanel, panels = ceil_divide(end_row, kPanel) - first_panel;
-  const int workers = workers_for(call.threads(), panels * panel_units * 4, panels);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = first_panel + panels * (worker + 1) / workers;
-    for (int64_t panel = first_panel + panels * worker / workers; panel < last; ++panel) {
-      const int64_t begin = std::max(panel * kPanel, first_row);
-      const int columns = static_cast<int>(std::min((panel + 1) * kPanel, end_row) - begin);
-      pack_columns(weight.as<char>() + (begin - first_row) * row_bytes, row_bytes, columns,
-                   weight.sizes[1] * element_bytes, target.steps,
-                   packed.as<uint32_t>() + panel * panel_units + begin % kPanel);
-    }
+  divide_conversion(call.threads(), NumParts{panels}, panels * panel_units * 4).for_each([&](int64_t part) {
+    const int64_t panel = first_panel + part, begin = std::max(panel * kPanel, first_row);
+    const int columns = static_cast<int>(std::min((panel + 1) * kPanel, end_row) - begin);
+    pack_columns(weight.as<char>() + (begin - first_row) * row_bytes, row_bytes, columns,
+                 weight.sizes[1] * element_bytes, target.steps,
+                 packed.as<uint32_t>() + panel * panel_units + begin % kPanel);
   });
 }
 

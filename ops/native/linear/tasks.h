@@ -12,6 +12,7 @@
 #pragma once
 
 #include "core/aligned_memory.h"
+#include "core/division.h"
 #include "core/huge_pages.h"
 #include "core/simd.h"
 #include "linear/layout.h"
@@ -26,9 +27,10 @@ namespace ostinato::linear {
 // Packed activations of a group: less than the second level cache, which has 1 MiB or more in the servers with AVX-512 on which this was measured.
 constexpr int64_t kGroupBytes = (OSTINATO_ISA >= 2 ? 768 : 384) << 10;
 constexpr int64_t kMaxGroupRows = 256;
-constexpr int64_t kBytesPerWorker = 96 << 10;  // cache traffic for which waking one more thread pays
-constexpr int64_t kBytesAtOnce = 48 << 10;     // cache traffic of the tasks that a worker takes at once
-constexpr int64_t kStreamedBytes = 512 << 10;  // results of this size and above are streamed, see Problem::streams
+constexpr int64_t kTrafficPerWorker = 96 << 10;  // bytes of cache traffic for which waking one more thread pays
+constexpr int64_t kTrafficAtOnce = 48 << 10;     // bytes of cache traffic of the tasks that a worker takes at once
+constexpr int64_t kStreamedBytes = 512 << 10;    // results of this size and above are streamed, see Problem::streams
+constexpr int64_t kConvertedBytesPerWorker = 64 << 10;  // bytes to convert or copy for which one more worker pays
 
 // Memory of the calling thread that grows and is kept: fresh pages every step would cost more than packing does.
 inline float* scratch(int64_t floats) {
@@ -46,31 +48,30 @@ inline float* scratch(int64_t floats) {
   return static_cast<float*>(memory.data());
 }
 
-// The number of workers, at least one, for converting the layout of `bytes` in `tasks` parts.
-inline int workers_for(const Threads& threads, int64_t bytes, int64_t tasks) {
-  constexpr int64_t kWorth = 64 << 10;
-  return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, std::max<int64_t>(tasks, 1), threads.count()}));
+// Divides parts that are converted to another layout or copied, `bytes` in all. What is left over after whole multiples
+// of kConvertedBytesPerWorker has a worker too.
+inline Division divide_conversion(const Threads& threads, NumParts parts, int64_t bytes) {
+  return divide<kConvertedBytesPerWorker>(threads, parts, bytes + kConvertedBytesPerWorker);
 }
 
-// Runs all tasks in [0, num_tasks). Each worker calls make_body() once, and then calls the returned function for every
-// task that it takes. It takes `at_once` tasks with one atomic operation, which waits until the results of the tasks
-// before it have left the store buffer: that takes as long as a small task.
+// Runs all tasks. Each worker calls make_body() once, and then calls the returned function for every task that it
+// takes. It takes `at_once` tasks with one atomic operation, which waits until the results of the tasks before it have
+// left the store buffer: that takes as long as a small task.
 template <class MakeBody>
-void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, const MakeBody& make_body,
-                   int64_t at_once = 1) {
+void for_each_task(const Division& tasks, const MakeBody& make_body, int64_t at_once = 1) {
   struct alignas(64) Range {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  std::vector<Range> ranges(num_workers);
-  for (int w = 0; w < num_workers; ++w) {
-    ranges[w].next = num_tasks * w / num_workers;
-    ranges[w].end = num_tasks * (w + 1) / num_workers;
+  std::vector<Range> ranges(tasks.num_workers);
+  for (int w = 0; w < tasks.num_workers; ++w) {
+    ranges[w].next = tasks.begin(w);
+    ranges[w].end = tasks.end(w);
   }
-  threads.run(num_workers, [&](int worker) {
+  tasks.threads.run(tasks.num_workers, [&](int worker) {
     auto body = make_body();
-    for (int i = 0; i < num_workers; ++i) {
-      Range& range = ranges[(worker + i) % num_workers];
+    for (int i = 0; i < tasks.num_workers; ++i) {
+      Range& range = ranges[(worker + i) % tasks.num_workers];
       int64_t task;
       while ((task = range.next.fetch_add(at_once, std::memory_order_relaxed)) < range.end) {
         for (const int64_t last = std::min(task + at_once, range.end); task < last; ++task) body(task);
@@ -191,12 +192,11 @@ void run_panels(const Problem& problem, const Weight& weight, const Groups& grou
   if (problem.rows == 0) return;
   const int64_t num_tasks = groups.num_groups * weight.panels;
   const int64_t traffic = std::max<int64_t>(weight.bytes() * groups.num_blocks(), 1);
-  const int64_t worth = std::max<int64_t>(traffic / kBytesPerWorker, 1);
-  const int num_workers = static_cast<int>(std::min<int64_t>(worth, problem.threads.count()));
+  const int num_workers = workers_for<kTrafficPerWorker>(problem.threads, traffic);
   // At least eight times a worker, so that a worker that is done early can take some of another's tasks.
-  const int64_t at_once = std::min(kBytesAtOnce * num_tasks / traffic, num_tasks / (8 * num_workers));
+  const int64_t at_once = std::min(kTrafficAtOnce * num_tasks / traffic, num_tasks / (8 * num_workers));
   for_each_task(
-      problem.threads, num_tasks, num_workers, [&] { return PanelTasks<Worker>(problem, weight, groups); },
+      {problem.threads, NumParts{num_tasks}, num_workers}, [&] { return PanelTasks<Worker>(problem, weight, groups); },
       std::max<int64_t>(at_once, 1));
 }
 

@@ -136,12 +136,8 @@ inline std::vector<Problem> expert_problems(Call& call, const ExpertCall& c, con
   char* gathered = rows.experts.size() < rows.pairs.size() ? call.workspace<char>(bytes) : nullptr;
   std::vector<Problem> problems(rows.experts.size());
   const auto count = static_cast<int64_t>(problems.size());
-  const int workers = gathered == nullptr ? 1 : linear::workers_for(c.threads, bytes, count);
-  c.threads.run(workers, [&](int worker) {
-    const int64_t last = count * (worker + 1) / workers;
-    for (int64_t e = count * worker / workers; e < last; ++e) {
-      problems[e] = expert_problem(c, rows, rows.experts[e], gathered);
-    }
+  linear::divide_conversion(c.threads, NumParts{count}, gathered == nullptr ? 0 : bytes).for_each([&](int64_t e) {
+    problems[e] = expert_problem(c, rows, rows.experts[e], gathered);
   });
   return problems;
 }
@@ -184,9 +180,8 @@ void run_experts(const Threads& threads, const std::vector<Tasks>& experts, int6
   };
   int64_t traffic = 0;
   for (const Tasks& expert : experts) traffic += expert.weight.bytes();
-  const int64_t worth = std::max<int64_t>(traffic / linear::kBytesPerWorker, 1);
-  const auto workers = static_cast<int>(std::min<int64_t>({worth, num_tasks, threads.count()}));
-  linear::for_each_task(threads, num_tasks, workers, [&] { return Body(experts); });
+  const Division tasks = divide<linear::kTrafficPerWorker>(threads, NumParts{num_tasks}, traffic);
+  linear::for_each_task(tasks, [&] { return Body(experts); });
 }
 
 // Multiplies the rows of the experts for which takes(number of rows) is true by their matrices. make_blocks cuts an
@@ -211,25 +206,22 @@ inline bool any_rows(int64_t) { return true; }
 template <class Element>
 void combine(const ExpertCall& c) {
   const int64_t tokens = c.ids.sizes[0], slots = c.ids.sizes[1], columns = c.out_features;
-  const int workers = linear::workers_for(c.threads, tokens * slots * columns * 4, tokens);
-  c.threads.run(workers, [&](int worker) {
-    const int64_t last = tokens * (worker + 1) / workers;
-    for (int64_t token = tokens * worker / workers; token < last; ++token) {
-      const float* sums = c.sums + token * slots * columns;
-      const float* weights = c.routing_weights.as<float>() + token * slots;
-      const Element* residual = c.residual.exists() ? c.residual.as<Element>() + token * c.residual.strides[0] : nullptr;
-      Element* out = c.out.as<Element>() + token * columns;
-      int64_t column = 0;
-      for (; column + F32::width <= columns; column += F32::width) {
-        F32 sum = broadcast(0.0f);
-        for (int64_t s = 0; s < slots; ++s) sum = fma(broadcast(weights[s]), load(sums + s * columns + column), sum);
-        store(out + column, residual == nullptr ? sum : sum + load(residual + column));
-      }
-      for (; column < columns; ++column) {
-        float sum = 0.0f;
-        for (int64_t s = 0; s < slots; ++s) sum += weights[s] * sums[s * columns + column];
-        from_float(residual == nullptr ? sum : sum + to_float(residual[column]), out + column);
-      }
+  const int64_t bytes = tokens * slots * columns * 4;
+  linear::divide_conversion(c.threads, NumParts{tokens}, bytes).for_each([&](int64_t token) {
+    const float* sums = c.sums + token * slots * columns;
+    const float* weights = c.routing_weights.as<float>() + token * slots;
+    const Element* residual = c.residual.exists() ? c.residual.as<Element>() + token * c.residual.strides[0] : nullptr;
+    Element* out = c.out.as<Element>() + token * columns;
+    int64_t column = 0;
+    for (; column + F32::width <= columns; column += F32::width) {
+      F32 sum = broadcast(0.0f);
+      for (int64_t s = 0; s < slots; ++s) sum = fma(broadcast(weights[s]), load(sums + s * columns + column), sum);
+      store(out + column, residual == nullptr ? sum : sum + load(residual + column));
+    }
+    for (; column < columns; ++column) {
+      float sum = 0.0f;
+      for (int64_t s = 0; s < slots; ++s) sum += weights[s] * sums[s * columns + column];
+      from_float(residual == nullptr ? sum : sum + to_float(residual[column]), out + column);
     }
   });
 }

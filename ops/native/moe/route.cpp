@@ -1,5 +1,6 @@
 // Routing of tokens to experts: scores, the top k of them, and their weights. Rows are independent and use float32
 // throughout, so a token's experts and weights do not depend on the other tokens.
+#include "core/division.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -178,13 +179,11 @@ void route(Call& call) {
   const int64_t sizes[] = {tokens, top_k};
   const Tensor ids = call.empty(sizes, 2, DType::int32);
   const Tensor weights = call.empty(sizes, 2, DType::float32);
-  constexpr int64_t kLogitsPerWorker = 4096;
-  const int64_t worth = std::min(tokens * experts / kLogitsPerWorker, tokens);
-  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, call.threads().count()));
-  call.threads().run(workers, [&](int worker) {
+  constexpr int64_t kRouterLogitsPerWorker = 4096;  // logits for which waking one more thread pays
+  const Division division = divide<kRouterLogitsPerWorker>(call.threads(), NumParts{tokens}, tokens * experts);
+  division.run([&](int64_t token, int64_t end) {
     Router router(routing);
-    const int64_t last = tokens * (worker + 1) / workers;
-    for (int64_t token = tokens * worker / workers; token < last; ++token) {
+    for (; token < end; ++token) {
       const int64_t offset = token * logits.strides[0];
       if (logits.dtype == DType::float32) {
         read_row(logits.as<float>() + offset, experts, router.scores());

@@ -18,9 +18,8 @@ void block_values(Call& call) {
   const Tensor out = call.empty(sizes, 2, DType::uint8);
   const uint8_t* source = blocks.as<uint8_t>();
   uint8_t* target = out.as<uint8_t>();
-  const int workers = workers_for(call.threads(), count * type.values, count);
-  call.threads().run(workers, [&](int worker) {
-    type.unpack(source, count * worker / workers, count * (worker + 1) / workers, static_cast<uint8_t>(added), target);
+  divide_conversion(call.threads(), NumParts{count}, count * type.values).run([&](int64_t begin, int64_t end) {
+    type.unpack(source, begin, end, static_cast<uint8_t>(added), target);
   });
   call.give(out);
 }

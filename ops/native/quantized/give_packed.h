@@ -12,9 +12,8 @@ void give_packed(Call& call, const QuantizedShape& shape, const WritePanels& wri
   const int64_t sizes[] = {shape.panels, shape.panel_bytes};
   const Tensor packed = call.empty(sizes, 2, DType::uint8);
   prefer_huge_pages(packed.data, shape.bytes());
-  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
-  call.threads().run(workers, [&](int worker) {
-    write_panels(shape.panels * worker / workers, shape.panels * (worker + 1) / workers, packed.as<uint8_t>());
+  divide_conversion(call.threads(), NumParts{shape.panels}, shape.bytes()).run([&](int64_t begin, int64_t end) {
+    write_panels(begin, end, packed.as<uint8_t>());
   });
   call.give(packed);
 }

@@ -134,12 +134,11 @@ void pack_blocks(Call& call) {
   const QuantizedShape shape(out_features, row_blocks * type.values, format);
   OSTINATO_CHECK(shape.fits(packed), "packed must be contiguous uint8 [", shape.panels, ", ", shape.panel_bytes, "]");
   const int64_t first_panel = first_row / kPanel, panels = ceil_divide(end_row, kPanel) - first_panel;
-  const int workers = workers_for(call.threads(), panels * shape.panel_bytes, panels);
-  call.threads().run(workers, [&](int worker) {
+  const Division division = divide_conversion(call.threads(), NumParts{panels}, panels * shape.panel_bytes);
+  division.run([&](int64_t begin, int64_t end) {
     BlockPacker packer(type, shape, row_blocks, static_cast<uint8_t>(added));
     std::vector<uint8_t> shared;  // a panel that has rows of other parts
-    const int64_t last = first_panel + panels * (worker + 1) / workers;
-    for (int64_t panel = first_panel + panels * worker / workers; panel < last; ++panel) {
+    for (int64_t panel = first_panel + begin; panel < first_panel + end; ++panel) {
       const int64_t row = std::max(panel * kPanel, first_row);
       const int columns = static_cast<int>(std::min((panel + 1) * kPanel, end_row) - row);
       const uint8_t* source = blocks.as<uint8_t>() + (row - first_row) * row_blocks * type.bytes;

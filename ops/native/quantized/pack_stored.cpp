@@ -380,12 +380,12 @@ void pack_stored(Call& call) {
   if (part.first_row == 0) prefer_huge_pages(packed.data, packed.sizes[0] * shape.panel_bytes);
   constexpr int64_t kBlock = 32;  // panels that are written together
   const int64_t first_panel = part.first_row / kPanel, panels = shape.panels - first_panel;
-  const int workers = workers_for(call.threads(), panels * shape.panel_bytes, panels);
-  call.threads().run(workers, [&](int worker) {
+  const Division division = divide_conversion(call.threads(), NumParts{panels}, panels * shape.panel_bytes);
+  division.run([&](int64_t begin, int64_t end) {
     PanelWriter writer(part, shape);
     std::vector<uint8_t> shared;
-    const int64_t last = first_panel + panels * (worker + 1) / workers;
-    for (int64_t panel = first_panel + panels * worker / workers; panel < last;) {
+    const int64_t last = first_panel + end;
+    for (int64_t panel = first_panel + begin; panel < last;) {
       const int column = rows_in_panel(part, panel).column;
       const int64_t count = column == 0 ? std::min(kBlock, last - panel) : 1;
       uint8_t* targets[kBlock];

@@ -186,15 +186,11 @@ void quantized_rows(Call& call) {
   }
   const int64_t sizes[] = {num_rows, in_features};
   const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
-  const int workers = workers_for(call.threads(), num_rows * in_features * 8, num_rows);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = num_rows * (worker + 1) / workers;
-    for (int64_t row = num_rows * worker / workers; row < last; ++row) {
-      if (float32_output) {
-        read_row(quantized, id_of(row), in_features, out.as<float>() + row * in_features);
-      } else {
-        read_row(quantized, id_of(row), in_features, out.as<BFloat16>() + row * in_features);
-      }
+  divide_conversion(call.threads(), NumParts{num_rows}, num_rows * in_features * 8).for_each([&](int64_t row) {
+    if (float32_output) {
+      read_row(quantized, id_of(row), in_features, out.as<float>() + row * in_features);
+    } else {
+      read_row(quantized, id_of(row), in_features, out.as<BFloat16>() + row * in_features);
     }
   });
   call.give(out);

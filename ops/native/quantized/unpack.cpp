@@ -89,9 +89,8 @@ void unpack_words(Call& call) {
   const uint32_t* source = words.as<uint32_t>();
   uint8_t* target = out.as<uint8_t>();
   const int64_t tasks = is_columns || is_awq ? columns : rows * columns;
-  const int workers = workers_for(call.threads(), rows * columns * per_word, tasks);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t begin = tasks * worker / workers, end = tasks * (worker + 1) / workers;
+  const int64_t bytes = rows * columns * per_word;
+  divide_conversion(call.threads(), NumParts{tasks}, bytes).run([&](int64_t begin, int64_t end) {
     if (is_awq) {
       unpack_awq(source, rows, columns, begin, end, target);
     } else if (is_columns) {

@@ -111,7 +111,7 @@ inline void keep_all_inputs(const Threads& threads, const Channels& channels, co
   if (channels.width() == 1) return;
   const int64_t bytes = step.count * channels.conv_state.strides[0] * element_size(channels.conv_state.dtype);
   with_element(channels.conv_state.dtype, [&]<class T>(T) {
-    for_each_row(threads, step.count, bytes, [&](int64_t s) {
+    for_each_row(threads, NumParts{step.count}, bytes, [&](int64_t s) {
       const Sequence& sequence = step.sequences[s];
       const Inputs<T> inputs = channels.inputs_of<T>(sequence);
       // The slot that is read is written last.

@@ -301,8 +301,9 @@ class Worker {
 template <class T>
 void run(Call& call, const Problem& p) {
   const int64_t items = p.num_heads / p.heads_per_item * p.step.count;
-  const int workers = workers_for(call.threads(), items, p.step.count * p.num_heads * p.head_size() * 8);
-  linear::for_each_task(call.threads(), items, workers, [&] { return Worker<T>(p); });
+  const int64_t bytes = p.step.count * p.num_heads * p.head_size() * 8;
+  const Division division = divide<kMovedBytesPerWorker>(call.threads(), NumParts{items}, bytes);
+  linear::for_each_task(division, [&] { return Worker<T>(p); });
 }
 
 // gated_delta_rule(Tensor qkvz, Tensor gates, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight,

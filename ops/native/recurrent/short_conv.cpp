@@ -113,11 +113,10 @@ void gated_short_conv(Call& call) {
   p.out = call.empty(sizes, 2, p.bcx.dtype);
   zero_rows(p.out, p.step.num_rows);
   const int64_t items = (p.channels + kChannels - 1) / kChannels * p.step.count;
-  const int64_t row_bytes = p.channels * element_size(p.bcx.dtype);
-  const int workers = workers_for(call.threads(), items, (4 * p.step.num_rows + 2 * p.width * p.step.count) * row_bytes);
-  with_element(p.bcx.dtype, [&]<class T>(T) {
-    linear::for_each_task(call.threads(), items, workers, [&] { return Worker<T>(p); });
-  });
+  const int64_t moved_rows = 4 * p.step.num_rows + 2 * p.width * p.step.count;
+  const int64_t bytes = moved_rows * p.channels * element_size(p.bcx.dtype);
+  const Division division = divide<kMovedBytesPerWorker>(call.threads(), NumParts{items}, bytes);
+  with_element(p.bcx.dtype, [&]<class T>(T) { linear::for_each_task(division, [&] { return Worker<T>(p); }); });
   call.give(p.out);
 }
 

@@ -210,7 +210,7 @@ void convolve_shared(Call& call, const Problem& p) {
       runs[2 * num_runs + 1] = begin;
     }
   }
-  for_each_row(call.threads(), num_runs, p.step.num_rows * p.shared_stride() * 8, [&](int64_t run) {
+  for_each_row(call.threads(), NumParts{num_runs}, p.step.num_rows * p.shared_stride() * 8, [&](int64_t run) {
     const Sequence& sequence = p.step.sequences[runs[2 * run]];
     const int64_t begin = runs[2 * run + 1], end = std::min(begin + kTokens, sequence.count);
     const Inputs<T> inputs = p.channels.inputs_of<T>(sequence);
@@ -228,7 +228,7 @@ void write_norms(Call& call, const Problem& p) {
   const int64_t inner = p.inner(), size = inner / p.num_groups;
   float* weight = call.workspace<float>(inner);
   widen(p.norm_weight, 0, inner, weight);
-  for_each_row(call.threads(), p.step.num_rows, p.step.num_rows * inner * 6, [&](int64_t row) {
+  for_each_row(call.threads(), NumParts{p.step.num_rows}, p.step.num_rows * inner * 6, [&](int64_t row) {
     for (int64_t group = 0; group < p.num_groups; ++group) {
       const float *from = p.gated + row * inner + group * size, *factor = weight + group * size;
       T* out = p.out.as<T>() + row * inner + group * size;
@@ -244,9 +244,9 @@ void write_norms(Call& call, const Problem& p) {
 template <class T>
 void run(Call& call, const Problem& p) {
   convolve_shared<T>(call, p);
-  const int64_t items = p.num_heads * p.step.count;
-  const int workers = workers_for(call.threads(), items, items * p.head_dim * p.state_size * 8);
-  linear::for_each_task(call.threads(), items, workers, [&] { return Worker<T>(p); });
+  const int64_t items = p.num_heads * p.step.count, bytes = items * p.head_dim * p.state_size * 8;
+  const Division division = divide<kMovedBytesPerWorker>(call.threads(), NumParts{items}, bytes);
+  linear::for_each_task(division, [&] { return Worker<T>(p); });
   write_norms<T>(call, p);
 }
 

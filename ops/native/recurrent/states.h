@@ -186,11 +186,7 @@ inline void zero_rows(const Tensor& out, int64_t first) {
 
 // ---- work ------------------------------------------------------------------------------------------------
 
-// How many threads the work pays for, given the bytes that it moves.
-inline int workers_for(const Threads& threads, int64_t items, int64_t bytes) {
-  const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, items);
-  return static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, threads.count()), 1));
-}
+constexpr int64_t kMovedBytesPerWorker = 64 << 10;  // bytes of states and rows for which waking one more thread pays
 
 // Asks for memory that is read soon. The processor's own prefetches find too little of a state: a pass reads several
 // rows at once, and the next state lies elsewhere. With these, decodes are twice as fast.

@@ -8,7 +8,6 @@
 // torch in ops/sampling/sample_rows.py.
 #pragma once
 
-#include "core/threads.h"
 #include "rows/nucleus.h"
 #include "rows/row.h"
 
@@ -24,7 +23,6 @@ using logit_rows::kNever;
 using logit_rows::Row;
 
 constexpr int64_t kFirstCandidates = 512;
-constexpr int64_t kLogitsPerWorker = 16 << 10;  // logits for which waking one more thread pays
 
 enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/sampling/sample_rows.py
 
@@ -135,17 +133,6 @@ inline int64_t draw(const float* logits, int64_t count, const Parameters& p) {
   const auto inverse = static_cast<float>(1.0 / p.temperature);
   row.sum(inverse, sums);
   return row.invert(p.uniform * sums.back(), inverse, sums);
-}
-
-// Calls body(row) for `rows` rows of `count` logits, on several threads if that pays.
-template <class Body>
-void for_rows(const Threads& threads, int64_t rows, int64_t count, const Body& body) {
-  const int64_t worth = std::min(rows * count / kLogitsPerWorker, rows);
-  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, threads.count()));
-  threads.run(workers, [&](int worker) {
-    const int64_t last = rows * (worker + 1) / workers;
-    for (int64_t row = rows * worker / workers; row < last; ++row) body(row);
-  });
 }
 
 }  // namespace ostinato::sampling

@@ -1,25 +1,19 @@
 // What kernels over rows share: the division among threads, element types, and checks.
 #pragma once
 
+#include "core/division.h"
 #include "core/elements.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
-#include <algorithm>
-
 namespace ostinato {
 
-constexpr int64_t kBytesPerWorker = 64 << 10;  // bytes of rows for which waking one more thread pays
+constexpr int64_t kRowBytesPerWorker = 64 << 10;  // bytes of rows for which waking one more thread pays
 
 // Calls body(row) for every row. The number of threads grows with the bytes of the rows.
 template <class Body>
-void for_each_row(const Threads& threads, int64_t rows, int64_t bytes, const Body& body) {
-  const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, rows);
-  const int workers = static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, threads.count()), 1));
-  threads.run(workers, [&](int worker) {
-    const int64_t last = rows * (worker + 1) / workers;
-    for (int64_t row = rows * worker / workers; row < last; ++row) body(row);
-  });
+void for_each_row(const Threads& threads, NumParts rows, int64_t bytes, const Body& body) {
+  divide<kRowBytesPerWorker>(threads, rows, bytes).for_each(body);
 }
 
 // Calls kernel(T{}) with the element type that `dtype` names.

@@ -107,7 +107,7 @@ void rms_norm(Call& call) {
   }
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_elements(x.dtype, weight.dtype, [&]<class T, class Weight>(T, Weight) {
-    for_each_row(call.threads(), x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), NumParts{x.sizes[0]}, out.num_bytes(), [&](int64_t row) {
       const T* added = residual.exists() ? residual.as<T>() + row * residual.strides[0] : nullptr;
       const T* from = x.as<T>() + row * x.strides[0];
       const float scale = inverse_rms(sum_squares(from, count), count, eps);
@@ -127,7 +127,7 @@ void square_sums(Call& call) {
   const int64_t rows = q.sizes[0], sizes[] = {rows, 2};
   const Tensor out = call.empty(sizes, 2, DType::float32);
   with_element(q.dtype, [&]<class T>(T) {
-    for_each_row(call.threads(), rows, q.num_bytes() + k.num_bytes(), [&](int64_t row) {
+    for_each_row(call.threads(), NumParts{rows}, q.num_bytes() + k.num_bytes(), [&](int64_t row) {
       out.as<float>()[2 * row] = sum_squares(q.as<T>() + row * q.strides[0], q.sizes[1]);
       out.as<float>()[2 * row + 1] = sum_squares(k.as<T>() + row * k.strides[0], k.sizes[1]);
     });
@@ -151,7 +151,7 @@ void scale_by_squares(Call& call) {
                  "squares must be a float32 matrix with as many rows as x, and with the column");
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_elements(x.dtype, weight.dtype, [&]<class T, class Weight>(T, Weight) {
-    for_each_row(call.threads(), rows, x.num_bytes(), [&](int64_t row) {
+    for_each_row(call.threads(), NumParts{rows}, x.num_bytes(), [&](int64_t row) {
       const float sum = squares.as<float>()[row * squares.strides[0] + column * squares.strides[1]];
       scale_row<T>(x.as<T>() + row * x.strides[0], weight.as<Weight>(), nullptr, size, inverse_rms(sum, count, eps),
                    out.as<T>() + row * size);
@@ -172,7 +172,7 @@ void layer_norm(Call& call) {
   check_vector(bias, count, x.dtype, "bias must be a contiguous vector as long as a row, in x's dtype");
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(call.threads(), x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), NumParts{x.sizes[0]}, out.num_bytes(), [&](int64_t row) {
       layer_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), bias.as<T>(), count, eps,
                      out.as<T>() + row * count);
     });
@@ -245,7 +245,7 @@ void rotate_heads(Call& call) {
                  "q_weight and k_weight must have one dtype");
   const Tensor out = call.empty(x.sizes, 3, x.dtype);
   with_elements(x.dtype, one_weight.exists() ? one_weight.dtype : x.dtype, [&]<class T, class Weight>(T, Weight) {
-    for_each_row(call.threads(), tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
+    for_each_row(call.threads(), NumParts{tokens}, out.num_bytes(), [&](int64_t token) {
       const T* row = x.as<T>() + token * x.strides[0];
       // The scales of some heads come first: a head would wait for its own.
       constexpr int64_t kTogether = 32;
@@ -282,7 +282,7 @@ void join_heads(Call& call) {
   const Tensor out = call.empty(sizes, 3, heads.dtype);
   const int64_t element = element_bytes(heads.dtype);
   const int64_t first = shared.sizes[2] * element, second = heads.sizes[2] * element;
-  for_each_row(call.threads(), sizes[0], out.num_bytes(), [&](int64_t token) {
+  for_each_row(call.threads(), NumParts{sizes[0]}, out.num_bytes(), [&](int64_t token) {
     const char* common = shared.as<char>() + token * shared.strides[0] * element;
     char* to = out.as<char>() + token * sizes[1] * (first + second);
     for (int64_t head = 0; head < sizes[1]; ++head, to += first + second) {

@@ -5,6 +5,7 @@
 // Plain torch needs a pass for the sum, one for the rank and one for the likeliest tokens. If there are few rows, it
 // divides a sum over 65,536 logits or more among threads. Tests compare the kernel with the plain torch in
 // ops/logprobs/row_logprobs.py.
+#include "core/division.h"
 #include "core/kernel.h"
 #include "rows/row.h"
 
@@ -16,10 +17,9 @@ namespace ostinato::logprobs {
 namespace {
 
 using logit_rows::Candidate;
+using logit_rows::kLogitsPerWorker;
 using logit_rows::kNever;
 using logit_rows::Row;
-
-constexpr int64_t kLogitsPerWorker = 16 << 10;  // with fewer logits, waking one more thread takes longer than it saves
 
 // The results of one row.
 struct Places {
@@ -78,16 +78,11 @@ void row_logprobs(Call& call) {
   const Tensor ranks = call.empty(&num_rows, 1, DType::int64);
   const Tensor top_ids = call.empty(leading, 2, DType::int64);
   const Tensor top_logprobs = call.empty(leading, 2, DType::float32);
-  const int64_t worth = std::min(num_rows * count / kLogitsPerWorker, num_rows);
-  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, call.threads().count()));
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = num_rows * (worker + 1) / workers;
-    for (int64_t r = num_rows * worker / workers; r < last; ++r) {
-      score(logits.as<float>() + r * logits.strides[0], count, token_ids.as<int64_t>() + r * token_ids.strides[0],
-            num_tokens, top,
-            {logprobs.as<float>() + r * num_tokens, ranks.as<int64_t>() + r, top_ids.as<int64_t>() + r * top,
-             top_logprobs.as<float>() + r * top});
-    }
+  divide<kLogitsPerWorker>(call.threads(), NumParts{num_rows}, num_rows * count).for_each([&](int64_t r) {
+    score(logits.as<float>() + r * logits.strides[0], count, token_ids.as<int64_t>() + r * token_ids.strides[0],
+          num_tokens, top,
+          {logprobs.as<float>() + r * num_tokens, ranks.as<int64_t>() + r, top_ids.as<int64_t>() + r * top,
+           top_logprobs.as<float>() + r * top});
   });
   call.give({logprobs, ranks, top_ids, top_logprobs});
 }

@@ -12,6 +12,7 @@ namespace ostinato::logit_rows {
 
 constexpr float kLog2E = 1.442695041f;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr int64_t kLogitsPerWorker = 16 << 10;  // logits for which waking one more thread pays
 constexpr int kDepth = 16;  // logits that share one maximum
 constexpr int kChunk = kDepth * F32::width;
 

@@ -1,9 +1,12 @@
 // Draws a token from each row of logits (draw.h).
+#include "core/division.h"
 #include "core/kernel.h"
 #include "rows/draw.h"
 
 namespace ostinato::sampling {
 namespace {
+
+using logit_rows::kLogitsPerWorker;
 
 // sample_tokens(Tensor logits, Tensor inputs) -> Tensor
 void sample_tokens(Call& call) {
@@ -17,7 +20,7 @@ void sample_tokens(Call& call) {
                      inputs.sizes[1] == rows && (rows <= 1 || inputs.strides[1] == 1),
                  "inputs must be float64 [6, R] with contiguous rows");
   const Tensor out = call.empty(logits.sizes, 1, DType::int64);
-  for_rows(call.threads(), rows, count, [&](int64_t row) {
+  divide<kLogitsPerWorker>(call.threads(), NumParts{rows}, rows * count).for_each([&](int64_t row) {
     const Parameters parameters = Parameters::read(inputs.as<double>() + row, inputs.strides[0]);
     out.as<int64_t>()[row] = draw(logits.as<float>() + row * logits.strides[0], count, parameters);
   });
