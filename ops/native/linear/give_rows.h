@@ -1,4 +1,4 @@
-// Returns rows of a packed or compressed matrix by their numbers, for embeddings.
+// Returns rows of a packed, compressed or quantised matrix by their numbers, for embeddings.
 #pragma once
 
 #include "linear/tasks.h"
@@ -7,7 +7,8 @@
 
 namespace ostinato::linear {
 
-// Gives the matrix [ids, in_features] of the call. copy(id, target) writes a row, for which it reads `row_traffic` bytes.
+// Gives the matrix [ids, in_features] of the call. copy(id, target) writes a row, which takes as long as copying
+// `row_traffic` bytes.
 template <class Copy>
 void give_rows(Call& call, const Tensor& ids, int64_t out_features, int64_t in_features, DType dtype, int64_t row_traffic,
                const Copy& copy) {

@@ -1,7 +1,7 @@
 // Two ops on quantised weights in the layout of layout.h. pack_quantized writes that layout from the integers and
 // factors of a quantised checkpoint. quantized_rows reads rows back, so an embedding that shares the output layer's
 // weight needs no second copy.
-#include "linear/tasks.h"
+#include "linear/give_rows.h"
 #include "quantized/bytes.h"
 #include "quantized/give_packed.h"
 #include "quantized/layout.h"
@@ -173,27 +173,14 @@ void quantized_rows(Call& call) {
   const bool float32_output = call.boolean();
   const QuantFormat format = read_format(call);
   const QuantizedWeight quantized(weight, out_features, in_features, format);
-  const bool wide = ids.dtype == DType::int64;
-  OSTINATO_CHECK(ids.dim == 1 && (wide || ids.dtype == DType::int32), "ids must be an int64 or int32 vector");
-  const int64_t num_rows = ids.sizes[0];
-  const auto id_of = [&](int64_t row) {
-    const int64_t offset = row * ids.strides[0];
-    return wide ? ids.as<int64_t>()[offset] : static_cast<int64_t>(ids.as<int32_t>()[offset]);
-  };
-  for (int64_t row = 0; row < num_rows; ++row) {
-    OSTINATO_CHECK(id_of(row) >= 0 && id_of(row) < out_features, "ids[", row, "] is ", id_of(row),
-                   ", not a row of the weight: 0 to ", out_features - 1);
-  }
-  const int64_t sizes[] = {num_rows, in_features};
-  const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
-  divide_conversion(call.threads(), NumParts{num_rows}, num_rows * in_features * 8).for_each([&](int64_t row) {
+  const DType dtype = float32_output ? DType::float32 : DType::bfloat16;
+  give_rows(call, ids, out_features, in_features, dtype, in_features * 8, [&](int64_t id, char* target) {
     if (float32_output) {
-      read_row(quantized, id_of(row), in_features, out.as<float>() + row * in_features);
+      read_row(quantized, id, in_features, reinterpret_cast<float*>(target));
     } else {
-      read_row(quantized, id_of(row), in_features, out.as<BFloat16>() + row * in_features);
+      read_row(quantized, id, in_features, reinterpret_cast<BFloat16*>(target));
     }
   });
-  call.give(out);
 }
 
 }  // namespace
