@@ -338,19 +338,6 @@ int64_t find_runs(const Group* groups, int64_t num_groups, int64_t* runs) {
   return count;
 }
 
-bool is_contiguous(const Tensor& tensor) {
-  int64_t stride = 1;
-  for (int64_t i = tensor.dim; i-- > 0;) {
-    if (tensor.sizes[i] > 1 && tensor.strides[i] != stride) return false;
-    stride *= tensor.sizes[i];
-  }
-  return true;
-}
-
-bool has_rows(const Tensor& matrix) {
-  return matrix.dim == 2 && (matrix.sizes[1] <= 1 || matrix.strides[1] == 1);
-}
-
 // add_adapters(Tensor(a!) y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor ranks, Tensor scales,
 //              Tensor bounds) -> ()
 void add_adapters(Call& call) {
@@ -362,9 +349,11 @@ void add_adapters(Call& call) {
   const Tensor ranks = call.tensor();
   const Tensor scales = call.tensor();
   const Tensor bounds = call.tensor();
-  OSTINATO_CHECK(has_rows(x) && (x.dtype == DType::float32 || x.dtype == DType::bfloat16 || x.dtype == DType::float16),
+  OSTINATO_CHECK((x.dtype == DType::float32 || x.dtype == DType::bfloat16 || x.dtype == DType::float16) && x.dim == 2 &&
+                     is_contiguous(x, 1),
                  "add_adapters: x must be float32, bfloat16 or float16 [T, K] with contiguous rows");
-  OSTINATO_CHECK(has_rows(y) && y.sizes[0] == x.sizes[0] && (y.dtype == x.dtype || y.dtype == DType::float32),
+  OSTINATO_CHECK((y.dtype == x.dtype || y.dtype == DType::float32) && y.dim == 2 && y.sizes[0] == x.sizes[0] &&
+                     is_contiguous(y, 1),
                  "add_adapters: y must be [T, N] with contiguous rows, in x's dtype or float32");
   OSTINATO_CHECK(slots.dtype == DType::int32 && slots.dim == 2 && slots.sizes[0] == x.sizes[0] && slots.sizes[1] == 1,
                  "add_adapters: slots must be int32 [T, 1]");

@@ -14,7 +14,7 @@ constexpr int kHeadMultiple = 8;  // the worker takes head sizes that are multip
 
 void check_encoder_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& query_start_loc) {
   for (const Tensor* x : {&q, &k, &v}) {
-    OSTINATO_CHECK(x->dim == 3 && x->dtype == q.dtype && (x->sizes[2] <= 1 || x->strides[2] == 1),
+    OSTINATO_CHECK(x->dim == 3 && x->dtype == q.dtype && is_contiguous(*x, 2),
                    "encoder_attention: q, k and v must be [T, H, D] of one dtype with a contiguous last dimension");
     for (int i = 0; i < 3; ++i) {
       OSTINATO_CHECK(x->sizes[i] == q.sizes[i], "encoder_attention: q, k and v must have one shape");

@@ -14,8 +14,6 @@ inline Group& group_of(const Tensor& handle) {
   return *group;
 }
 
-inline bool is_contiguous(const Tensor& x) {
-  return x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1) && (x.sizes[0] <= 1 || x.strides[0] == x.sizes[1]);
-}
+inline bool is_contiguous_matrix(const Tensor& x) { return x.dim == 2 && is_contiguous(x); }
 
 }  // namespace ostinato::collectives

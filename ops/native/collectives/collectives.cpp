@@ -76,8 +76,8 @@ void all_reduce(Call& call) {
   const DType dtype = dtype_named(call.text());
   Group& group = group_of(handle);
   OSTINATO_CHECK(partial.dtype == DType::float32 || partial.dtype == dtype, "partial must be float32 or of the result's dtype");
-  OSTINATO_CHECK(is_contiguous(partial), "partial must be a contiguous matrix");
-  OSTINATO_CHECK(!residual.exists() || (residual.dtype == dtype && is_contiguous(residual) &&
+  OSTINATO_CHECK(is_contiguous_matrix(partial), "partial must be a contiguous matrix");
+  OSTINATO_CHECK(!residual.exists() || (residual.dtype == dtype && is_contiguous_matrix(residual) &&
                                         residual.sizes[0] == partial.sizes[0] && residual.sizes[1] == partial.sizes[1]),
                  "residual must be a contiguous matrix of partial's shape, of the result's dtype");
   const Tensor out = call.empty(partial.sizes, 2, dtype);
@@ -98,7 +98,8 @@ void gather_vocab(Call& call) {
   const int64_t world = call.integer();
   Group& group = group_of(handle);
   OSTINATO_CHECK(world == group.world(), "world must be the number of the group's ranks");
-  OSTINATO_CHECK(part.dtype == DType::float32 && is_contiguous(part), "part must be a contiguous float32 matrix");
+  OSTINATO_CHECK(part.dtype == DType::float32 && is_contiguous_matrix(part),
+                 "part must be a contiguous float32 matrix");
   const int64_t width = part.sizes[1];
   const int64_t sizes[] = {part.sizes[0], width * world};
   const Tensor out = call.empty(sizes, 2, part.dtype);

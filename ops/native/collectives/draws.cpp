@@ -135,7 +135,7 @@ class Parts {
 };
 
 void check_part(const Tensor& part) {
-  OSTINATO_CHECK(part.dtype == DType::float32 && is_contiguous(part) && part.sizes[1] > 0,
+  OSTINATO_CHECK(part.dtype == DType::float32 && is_contiguous_matrix(part) && part.sizes[1] > 0,
                  "part must be a contiguous float32 matrix with at least one column");
 }
 
@@ -147,8 +147,8 @@ void draw_divided(Call& call) {
   Group& group = group_of(handle);
   check_part(part);
   OSTINATO_CHECK(group.rank() == 0, "only rank 0 has the parameters of draws, and this is rank ", group.rank());
-  OSTINATO_CHECK(inputs.dtype == DType::float64 && is_contiguous(inputs) && inputs.sizes[0] == sampling::kNumParameters &&
-                     inputs.sizes[1] == part.sizes[0],
+  OSTINATO_CHECK(inputs.dtype == DType::float64 && is_contiguous_matrix(inputs) &&
+                     inputs.sizes[0] == sampling::kNumParameters && inputs.sizes[1] == part.sizes[0],
                  "inputs must be a contiguous float64 matrix [6, R]");
   const Tensor out = call.empty(part.sizes, 1, DType::int64);
   Parts parts(call, group, part);

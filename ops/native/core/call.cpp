@@ -32,6 +32,15 @@ int64_t OwnedTensor::set_contiguous(const int64_t* new_sizes, int64_t dim, DType
   return stride * element_size(dtype);
 }
 
+bool is_contiguous(const Tensor& x, int64_t from) {
+  int64_t stride = 1;
+  for (int64_t i = x.dim; i-- > from;) {
+    if (x.sizes[i] > 1 && x.strides[i] != stride) return false;
+    stride *= x.sizes[i];
+  }
+  return true;
+}
+
 Tensor describe(AtenTensorHandle handle) {
   Tensor tensor;
   int64_t* sizes;

@@ -243,15 +243,6 @@ class CpuGraph {
     AtenRecordFunctionHandle handle = nullptr;
   };
 
-  static bool is_contiguous(const Tensor& x, int64_t from_dimension = 0) {
-    int64_t stride = 1;
-    for (int64_t i = x.dim - 1; i >= from_dimension; --i) {
-      if (x.sizes[i] > 1 && x.strides[i] != stride) return false;
-      stride *= x.sizes[i];
-    }
-    return true;
-  }
-
   void view(const Tensor& source, const Step& step, OwnedTensor& result) {
     int64_t sizes[kMaxRank];
     int64_t known = 1;

@@ -102,6 +102,10 @@ struct OwnedTensor {
   int64_t strides[kMaxRank];
 };
 
+// Whether the elements of each index of the first `from` dimensions lie side by side, in order. With from = 1, the rows
+// of a matrix are contiguous.
+bool is_contiguous(const Tensor& x, int64_t from = 0);
+
 // Address, sizes, strides and dtype of a torch tensor.
 Tensor describe(AtenTensorHandle handle);
 

@@ -131,7 +131,7 @@ void compress_linear(Call& call) {
   const Tensor compressed = call.tensor();
   const Tensor weight = call.tensor();
   const int64_t first_row = call.integer();
-  OSTINATO_CHECK(weight.dtype == DType::bfloat16 && weight.dim == 2 && (weight.sizes[1] <= 1 || weight.strides[1] == 1),
+  OSTINATO_CHECK(weight.dtype == DType::bfloat16 && weight.dim == 2 && is_contiguous(weight, 1),
                  "a weight to compress must be a bfloat16 matrix with contiguous rows");
   const int64_t in_features = weight.sizes[1];
   OSTINATO_CHECK(compressed.dim == 2 && first_row >= 0 && first_row % kPanel == 0 &&
@@ -141,8 +141,7 @@ void compress_linear(Call& call) {
   const int64_t steps = ceil_divide(in_features, 2);
   const CompressedWeight layout(compressed.as<uint8_t>(), nullptr, compressed.sizes[0], steps);
   const int64_t whole_steps = layout.chunks() * kChunkSteps, panel_bytes = layout.panel_bytes();
-  OSTINATO_CHECK(compressed.dtype == DType::uint8 && compressed.sizes[1] == panel_bytes &&
-                     compressed.strides[1] == 1 && (compressed.sizes[0] <= 1 || compressed.strides[0] == panel_bytes),
+  OSTINATO_CHECK(compressed.dtype == DType::uint8 && compressed.sizes[1] == panel_bytes && is_contiguous(compressed),
                  "compressed must be a contiguous uint8 matrix with ", panel_bytes, " bytes in a row");
   const int64_t panels = ceil_divide(weight.sizes[0], kPanel);
   const auto panel_at = [&](int64_t panel) { return compressed.as<uint8_t>() + (first_row / kPanel + panel) * panel_bytes; };

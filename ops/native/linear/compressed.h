@@ -59,8 +59,7 @@ struct CompressedWeight {
       : CompressedWeight(weight.as<uint8_t>(), exceptions.as<uint8_t>(), ceil_divide(out_features, kPanel),
                          ceil_divide(in_features, 2)) {
     OSTINATO_CHECK(weight.dtype == DType::uint8 && weight.dim == 2 && weight.sizes[0] == panels &&
-                       weight.sizes[1] == panel_bytes() && (weight.sizes[0] <= 1 || weight.strides[0] == panel_bytes()) &&
-                       weight.strides[1] == 1,
+                       weight.sizes[1] == panel_bytes() && is_contiguous(weight),
                    "a compressed weight of ", out_features, " x ", in_features, " values must be a contiguous uint8 matrix [",
                    panels, ", ", panel_bytes(), "], as compress_linear_weight returns it");
     OSTINATO_CHECK(exceptions.dtype == DType::uint8 && exceptions.dim == 1 && exceptions.sizes[0] >= 64 &&

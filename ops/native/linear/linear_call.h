@@ -17,7 +17,7 @@ struct LinearArguments {
   }
 
   void check_rows(DType dtype) const {
-    OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
+    OSTINATO_CHECK(x.dim == 2 && is_contiguous(x, 1), "x must be a matrix with contiguous rows");
     OSTINATO_CHECK(x.dtype == dtype, "x must have the dtype of the packed weight");
   }
 

@@ -13,7 +13,7 @@ void pack_linear(Call& call) {
   const Tensor weight = call.tensor();
   const int64_t first_row = call.integer();
   const int64_t elements = elements_per_step(weight.dtype);
-  OSTINATO_CHECK(elements != 0 && weight.dim == 2 && (weight.sizes[1] <= 1 || weight.strides[1] == 1),
+  OSTINATO_CHECK(elements != 0 && weight.dim == 2 && is_contiguous(weight, 1),
                  "a weight to pack must be a float32 or bfloat16 matrix with contiguous rows");
   OSTINATO_CHECK(packed.dtype == weight.dtype && packed.dim == 4,
                  "packed must have the dtype of the weight and four dimensions");

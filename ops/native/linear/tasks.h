@@ -117,7 +117,7 @@ Problem streamed(Problem problem) {
 
 inline void check_bias(const Tensor& bias, const Tensor& x, int64_t out_features) {
   OSTINATO_CHECK(!bias.exists() || (bias.dtype == x.dtype && bias.dim == 1 && bias.sizes[0] == out_features &&
-                                    (out_features <= 1 || bias.strides[0] == 1)),
+                                    is_contiguous(bias)),
                  "bias must be a contiguous vector of out_features values in x's dtype");
 }
 
@@ -128,7 +128,7 @@ inline Problem make_problem(Call& call, const Tensor& x, const Tensor& bias, con
   if (residual.exists()) {
     OSTINATO_CHECK(!float32_output && residual.dtype == x.dtype && residual.dim == 2 &&
                        residual.sizes[0] == x.sizes[0] && residual.sizes[1] == out_features &&
-                       (out_features <= 1 || residual.strides[1] == 1),
+                       is_contiguous(residual, 1),
                    "residual must be [T, out_features] in x's dtype with contiguous rows, without float32_output");
   }
   const int64_t sizes[] = {x.sizes[0], out_features};

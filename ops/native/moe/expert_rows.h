@@ -66,27 +66,23 @@ struct ExpertCall {
 
 inline void check(const ExpertCall& c) {
   const int64_t tokens = c.ids.dim == 2 ? c.ids.sizes[0] : 0;
-  OSTINATO_CHECK(c.ids.dim == 2 && c.ids.dtype == DType::int32 && c.ids.sizes[1] >= 1 &&
-                     (tokens <= 1 || c.ids.strides[0] == c.ids.sizes[1]) && (c.ids.sizes[1] <= 1 || c.ids.strides[1] == 1),
+  OSTINATO_CHECK(c.ids.dim == 2 && c.ids.dtype == DType::int32 && c.ids.sizes[1] >= 1 && is_contiguous(c.ids),
                  "ids must be contiguous int32 [T, k]");
   const int64_t pairs = tokens * c.ids.sizes[1];
-  OSTINATO_CHECK(c.x.dim == 2 && (c.x.sizes[1] <= 1 || c.x.strides[1] == 1) &&
-                     (c.x.sizes[0] == tokens || c.x.sizes[0] == pairs),
+  OSTINATO_CHECK(c.x.dim == 2 && is_contiguous(c.x, 1) && (c.x.sizes[0] == tokens || c.x.sizes[0] == pairs),
                  "x must be [T, K] or [T * k, K] with contiguous rows");
   OSTINATO_CHECK(c.x.dtype == DType::float32 || c.x.dtype == DType::bfloat16, "x must be float32 or bfloat16");
   const int64_t columns = c.out_features;
   OSTINATO_CHECK(!c.bias.exists() || (c.bias.dtype == c.x.dtype && c.bias.dim == 2 && c.bias.sizes[0] == c.num_experts &&
-                                      c.bias.sizes[1] == columns && (columns <= 1 || c.bias.strides[1] == 1)),
+                                      c.bias.sizes[1] == columns && is_contiguous(c.bias, 1)),
                  "bias must be [experts, out_features] in x's dtype with contiguous rows");
   const Tensor& weights = c.routing_weights;
   OSTINATO_CHECK(!weights.exists() || (weights.dtype == DType::float32 && weights.dim == 2 && weights.sizes[0] == tokens &&
-                                       weights.sizes[1] == c.ids.sizes[1] &&
-                                       (tokens <= 1 || weights.strides[0] == weights.sizes[1]) &&
-                                       (weights.sizes[1] <= 1 || weights.strides[1] == 1)),
+                                       weights.sizes[1] == c.ids.sizes[1] && is_contiguous(weights)),
                  "routing_weights must be contiguous float32 [T, k]");
   OSTINATO_CHECK(!c.residual.exists() || (weights.exists() && c.residual.dtype == c.x.dtype && c.residual.dim == 2 &&
                                           c.residual.sizes[0] == tokens && c.residual.sizes[1] == columns &&
-                                          (columns <= 1 || c.residual.strides[1] == 1)),
+                                          is_contiguous(c.residual, 1)),
                  "residual must be [T, out_features] in x's dtype with contiguous rows, and needs routing_weights");
 }
 

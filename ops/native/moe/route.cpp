@@ -160,7 +160,7 @@ void route(Call& call) {
   const int64_t groups = call.integer();
   const int64_t top_groups = call.integer();
   const int64_t group_top = call.integer();
-  OSTINATO_CHECK(logits.dim == 2 && (logits.sizes[1] <= 1 || logits.strides[1] == 1) &&
+  OSTINATO_CHECK(logits.dim == 2 && is_contiguous(logits, 1) &&
                      (logits.dtype == DType::float32 || logits.dtype == DType::bfloat16 || logits.dtype == DType::float16),
                  "logits must be a matrix [T, experts] of floats with contiguous rows");
   const int64_t experts = logits.sizes[1];
@@ -171,7 +171,7 @@ void route(Call& call) {
   OSTINATO_CHECK(top_k >= 1 && top_k <= top_groups * (experts / groups),
                  "top_k must be 1 to the number of experts of the chosen groups");
   OSTINATO_CHECK(!bias.exists() || (bias.dtype == DType::float32 && bias.dim == 1 && bias.sizes[0] == experts &&
-                                    (experts <= 1 || bias.strides[0] == 1)),
+                                    is_contiguous(bias)),
                  "bias must be a contiguous float32 vector with a value for each expert");
   const Routing routing{experts, static_cast<int>(top_k), scoring_named(scoring), renormalize, scale, static_cast<int>(groups),
                         static_cast<int>(top_groups), static_cast<int>(group_top), bias.as<float>()};

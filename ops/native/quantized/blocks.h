@@ -204,13 +204,8 @@ inline const BlockType& block_type(const std::string& name, const Tensor& blocks
   const BlockType* type = std::find_if(std::begin(kBlockTypes), std::end(kBlockTypes),
                                        [&](const BlockType& each) { return name == each.name; });
   OSTINATO_CHECK(type != std::end(kBlockTypes), "blocks of this type have no kernel");
-  bool is_contiguous = blocks.dtype == DType::uint8 && blocks.dim == dim;
-  int64_t size = 1;
-  for (int i = dim - 1; is_contiguous && i >= 0; --i) {
-    is_contiguous = blocks.sizes[i] <= 1 || blocks.strides[i] == size;
-    size *= blocks.sizes[i];
-  }
-  OSTINATO_CHECK(is_contiguous && blocks.sizes[dim - 1] == type->bytes,
+  OSTINATO_CHECK(blocks.dtype == DType::uint8 && blocks.dim == dim && is_contiguous(blocks) &&
+                     blocks.sizes[dim - 1] == type->bytes,
                  "blocks must be contiguous bytes in ", dim, " dimensions, the last of which has the ", type->bytes,
                  " bytes of a block");
   return *type;

@@ -134,8 +134,7 @@ struct QuantizedShape {
   // Whether a tensor is a weight of this shape: contiguous uint8 [panels, panel_bytes].
   bool fits(const Tensor& tensor) const {
     return tensor.dtype == DType::uint8 && tensor.dim == 2 && tensor.sizes[0] == panels &&
-           tensor.sizes[1] == panel_bytes && (panel_bytes <= 1 || tensor.strides[1] == 1) &&
-           (panels <= 1 || tensor.strides[0] == panel_bytes);
+           tensor.sizes[1] == panel_bytes && is_contiguous(tensor);
   }
 
   QuantFormat format;

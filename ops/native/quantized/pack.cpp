@@ -191,7 +191,7 @@ void quantize_linear(Call& call) {
   OSTINATO_CHECK(format.factors == DType::bfloat16 && !format.has_minimums && !format.is_e2m1 && !format.is_e4m3,
                  "quantize_linear writes integers with bfloat16 scales, without minimums; other formats are only read");
   OSTINATO_CHECK((weight.dtype == DType::float32 || weight.dtype == DType::bfloat16) && weight.dim == 2 &&
-                     (weight.sizes[1] <= 1 || weight.strides[1] == 1),
+                     is_contiguous(weight, 1),
                  "a weight to quantise must be a float32 or bfloat16 matrix with contiguous rows");
   const int64_t out_features = weight.sizes[0];
   const int64_t in_features = weight.sizes[1];

@@ -317,7 +317,7 @@ void check_part(const StoredPart& part, const Tensor& order, const QuantizedShap
                                   : part.rows;
   const Tensor& values = part.values;
   OSTINATO_CHECK(values.dtype == (is_rows ? DType::uint8 : DType::int32) && values.dim == 2 && values.sizes[0] >= lines &&
-                     values.sizes[1] >= length && (values.sizes[1] <= 1 || values.strides[1] == 1),
+                     values.sizes[1] >= length && is_contiguous(values, 1),
                  "stored values must be a matrix with contiguous rows: uint8 if packed as bytes or rows, otherwise int32");
   OSTINATO_CHECK(!is_awq || (shape.format.bits == 4 && !order.exists() && part.first_row % 8 == 0),
                  "values in AWQ's order have 4 bits, no order of columns, and begin at a multiple of 8 rows");

@@ -58,8 +58,7 @@ void run(DType dtype, bool float32_output, const Problem& problem, const Quantiz
 
 // The checked order: for each column of a weight, the column of x that it multiplies.
 const int32_t* checked_order(const Tensor& order, int64_t in_features) {
-  OSTINATO_CHECK(order.dtype == DType::int32 && order.dim == 1 && order.sizes[0] == in_features &&
-                     (in_features <= 1 || order.strides[0] == 1),
+  OSTINATO_CHECK(order.dtype == DType::int32 && order.dim == 1 && order.sizes[0] == in_features && is_contiguous(order),
                  "order must be a contiguous int32 vector with an element for each column of x");
   const auto* columns = order.as<int32_t>();
   uint32_t largest = 0;
@@ -79,7 +78,7 @@ void quantized_linear(Call& call) {
   const Tensor residual = call.optional_tensor();
   const Tensor order = call.optional_tensor();
   const QuantFormat format = read_format(call);
-  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
+  OSTINATO_CHECK(x.dim == 2 && is_contiguous(x, 1), "x must be a matrix with contiguous rows");
   OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16, "x must be float32 or bfloat16");
   const QuantizedWeight quantized(weight, out_features, x.sizes[1], format);
   Tensor out;

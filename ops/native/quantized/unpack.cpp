@@ -76,8 +76,7 @@ void unpack_words(Call& call) {
   const int64_t bits = call.integer();
   const std::string packing = call.text();
   const bool is_awq = packing == "awq", is_columns = packing == "columns";
-  OSTINATO_CHECK(words.dtype == DType::int32 && words.dim == 2 && (words.sizes[1] <= 1 || words.strides[1] == 1) &&
-                     (words.sizes[0] <= 1 || words.strides[0] == words.sizes[1]),
+  OSTINATO_CHECK(words.dtype == DType::int32 && words.dim == 2 && is_contiguous(words),
                  "words must be a contiguous matrix of int32");
   OSTINATO_CHECK((bits == 4 || (bits == 8 && !is_awq)) && (is_awq || is_columns || packing == "rows"),
                  "words hold integers of 4 or 8 bits as rows or columns, or of 4 bits as awq");

@@ -49,16 +49,6 @@ inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multi
 
 // ---- checks ----------------------------------------------------------------------------------------------
 
-// Whether the elements of each index of the first `from` dimensions lie side by side.
-inline bool is_contiguous(const Tensor& x, int64_t from = 0) {
-  int64_t stride = 1;
-  for (int64_t i = x.dim; i-- > from;) {
-    if (x.sizes[i] > 1 && x.strides[i] != stride) return false;
-    stride *= x.sizes[i];
-  }
-  return true;
-}
-
 // Checks of one op's arguments. Errors name the op and the argument.
 struct Checks {
   const char* op;

@@ -40,7 +40,7 @@ inline void check_element(const Tensor& x) {
 
 inline void check_matrix(const Tensor& x) {
   check_element(x);
-  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
+  OSTINATO_CHECK(x.dim == 2 && is_contiguous(x, 1), "x must be a matrix with contiguous rows");
 }
 
 // Calls vector(column) for each whole vector of columns, then single(column) for each column that is left.

@@ -17,9 +17,7 @@ void with_elements(DType dtype, DType weight, const Kernel& kernel) {
 }
 
 void check_vector(const Tensor& vector, int64_t size, DType dtype, const char* message) {
-  OSTINATO_CHECK(vector.dtype == dtype && vector.dim == 1 && vector.sizes[0] == size &&
-                     (size <= 1 || vector.strides[0] == 1),
-                 message);
+  OSTINATO_CHECK(vector.dtype == dtype && vector.dim == 1 && vector.sizes[0] == size && is_contiguous(vector), message);
 }
 
 // Checks the weight of an RMS norm of `size` elements.
@@ -102,7 +100,7 @@ void rms_norm(Call& call) {
   check_weight(weight, count, x.dtype);
   if (residual.exists()) {
     OSTINATO_CHECK(residual.dtype == x.dtype && residual.dim == 2 && residual.sizes[0] == x.sizes[0] &&
-                       residual.sizes[1] == count && (count <= 1 || residual.strides[1] == 1),
+                       residual.sizes[1] == count && is_contiguous(residual, 1),
                    "residual must have x's shape and dtype, and contiguous rows");
   }
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
@@ -228,12 +226,11 @@ void rotate_heads(Call& call) {
   const int64_t num_q_heads = call.integer();
   const auto eps = static_cast<float>(call.number());
   check_element(x);
-  OSTINATO_CHECK(x.dim == 3 && (x.sizes[2] <= 1 || x.strides[2] == 1), "x must be [T, H, D] with contiguous heads");
+  OSTINATO_CHECK(x.dim == 3 && is_contiguous(x, 2), "x must be [T, H, D] with contiguous heads");
   const int64_t tokens = x.sizes[0], heads = x.sizes[1], head_dim = x.sizes[2];
   for (const Tensor& table : {cos, sin}) {
     OSTINATO_CHECK(table.dtype == DType::float32 && table.dim == 2 && table.sizes[0] == tokens &&
-                       table.sizes[1] == cos.sizes[1] && 2 * table.sizes[1] <= head_dim &&
-                       (table.sizes[1] <= 1 || table.strides[1] == 1),
+                       table.sizes[1] == cos.sizes[1] && 2 * table.sizes[1] <= head_dim && is_contiguous(table, 1),
                    "cos and sin must be float32 [T, R / 2] with contiguous rows, R at most the head's size");
   }
   for (const Tensor& weight : {q_weight, k_weight}) {
@@ -275,8 +272,7 @@ void join_heads(Call& call) {
   const Tensor heads = call.tensor();
   check_element(shared);
   OSTINATO_CHECK(shared.dim == 3 && heads.dim == 3 && shared.dtype == heads.dtype && shared.sizes[1] == 1 &&
-                     shared.sizes[0] == heads.sizes[0] && (shared.sizes[2] <= 1 || shared.strides[2] == 1) &&
-                     (heads.sizes[2] <= 1 || heads.strides[2] == 1),
+                     shared.sizes[0] == heads.sizes[0] && is_contiguous(shared, 2) && is_contiguous(heads, 2),
                  "shared must be [T, 1, A] and heads [T, H, B], of one dtype, with contiguous heads");
   const int64_t sizes[] = {heads.sizes[0], heads.sizes[1], shared.sizes[2] + heads.sizes[2]};
   const Tensor out = call.empty(sizes, 3, heads.dtype);

@@ -56,12 +56,11 @@ void row_logprobs(Call& call) {
   const Tensor logits = call.tensor();
   const Tensor token_ids = call.tensor();
   const int64_t top = call.integer();
-  OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 &&
-                     (logits.sizes[1] == 1 || logits.strides[1] == 1),
+  OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 && is_contiguous(logits, 1),
                  "row_logprobs: logits must be float32 [R, V] with contiguous rows, V at least 1");
   const int64_t num_rows = logits.sizes[0], count = logits.sizes[1];
   OSTINATO_CHECK(token_ids.dtype == DType::int64 && token_ids.dim == 2 && token_ids.sizes[0] == num_rows &&
-                     token_ids.sizes[1] > 0 && (token_ids.sizes[1] == 1 || token_ids.strides[1] == 1),
+                     token_ids.sizes[1] > 0 && is_contiguous(token_ids, 1),
                  "row_logprobs: token_ids must be int64 [R, W] with contiguous rows, W at least 1");
   OSTINATO_CHECK(top >= 0 && top <= count,
                  "row_logprobs: top must be in [0, ", count, "], got ", top);

@@ -12,12 +12,11 @@ using logit_rows::kLogitsPerWorker;
 void sample_tokens(Call& call) {
   const Tensor logits = call.tensor();
   const Tensor inputs = call.tensor();
-  OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 &&
-                     (logits.sizes[1] == 1 || logits.strides[1] == 1),
+  OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 && is_contiguous(logits, 1),
                  "logits must be float32 [R, V] with contiguous rows, V at least 1");
   const int64_t rows = logits.sizes[0], count = logits.sizes[1];
   OSTINATO_CHECK(inputs.dtype == DType::float64 && inputs.dim == 2 && inputs.sizes[0] == kNumParameters &&
-                     inputs.sizes[1] == rows && (rows <= 1 || inputs.strides[1] == 1),
+                     inputs.sizes[1] == rows && is_contiguous(inputs, 1),
                  "inputs must be float64 [6, R] with contiguous rows");
   const Tensor out = call.empty(logits.sizes, 1, DType::int64);
   divide<kLogitsPerWorker>(call.threads(), NumParts{rows}, rows * count).for_each([&](int64_t row) {
