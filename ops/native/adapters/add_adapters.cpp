@@ -300,13 +300,6 @@ void run(const Problem& p, const Threads& threads, const T* x, const T* a, const
   });
 }
 
-template <class Body>
-void with_element(DType dtype, const Body& body) {
-  if (dtype == DType::float32) return body(float{});
-  if (dtype == DType::bfloat16) return body(BFloat16{});
-  body(Float16{});
-}
-
 // Groups the rows by slot; rows of a slot keep their order. Returns the number of groups.
 int64_t group_rows(const Tensor& slots, int64_t rows, int64_t num_slots, int64_t* places, Group* groups) {
   const int32_t* slot_of = slots.as<int32_t>();

@@ -1,6 +1,7 @@
 // The collectives of tensor-parallel ranks. ops/parallel/collectives.py defines them.
 #include "collectives/arguments.h"
 #include "core/division.h"
+#include "core/elements.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -55,12 +56,6 @@ void reduce(Group& group, const Threads& threads, const Tensor& partial, const T
   group.exchange(partial.num_elements(), sizeof(T), write, read);
 }
 
-template <class Out>
-void reduce_to(Group& group, const Threads& threads, const Tensor& partial, const Tensor& residual, const Tensor& out) {
-  if (partial.dtype == DType::float32) return reduce<float, Out>(group, threads, partial, residual, out);
-  reduce<Out, Out>(group, threads, partial, residual, out);
-}
-
 DType dtype_named(const std::string& name) {
   if (name == "float32") return DType::float32;
   if (name == "bfloat16") return DType::bfloat16;
@@ -81,13 +76,10 @@ void all_reduce(Call& call) {
                                         residual.sizes[0] == partial.sizes[0] && residual.sizes[1] == partial.sizes[1]),
                  "residual must be a contiguous matrix of partial's shape, of the result's dtype");
   const Tensor out = call.empty(partial.sizes, 2, dtype);
-  if (dtype == DType::float32) {
-    reduce_to<float>(group, call.threads(), partial, residual, out);
-  } else if (dtype == DType::bfloat16) {
-    reduce_to<BFloat16>(group, call.threads(), partial, residual, out);
-  } else {
-    reduce_to<Float16>(group, call.threads(), partial, residual, out);
-  }
+  with_element(dtype, [&]<class Out>(Out) {
+    if (partial.dtype == DType::float32) return reduce<float, Out>(group, call.threads(), partial, residual, out);
+    reduce<Out, Out>(group, call.threads(), partial, residual, out);
+  });
   call.give(out);
 }
 

@@ -16,6 +16,7 @@
 
 #define OSTINATO_HAS(bits) ((OSTINATO_ELEMENTS & (bits)) == (bits))
 
+#include "core/simd.h"
 #include "core/tensor.h"
 
 namespace ostinato {
@@ -23,6 +24,21 @@ namespace ostinato {
 // library.py loads a library that has the kernels of a model, so no step gets here.
 [[noreturn]] inline void throw_not_compiled() {
   throw_invalid_argument({"the loaded kernels were compiled for another element type; load the library core"});
+}
+
+// Calls kernel(T{}) with the element type that `dtype` names.
+template <class Kernel>
+void with_element(DType dtype, const Kernel& kernel) {
+#if OSTINATO_HAS(OSTINATO_FLOAT32)
+  if (dtype == DType::float32) return kernel(float{});
+#endif
+#if OSTINATO_HAS(OSTINATO_BFLOAT16)
+  if (dtype == DType::bfloat16) return kernel(BFloat16{});
+#endif
+#if OSTINATO_HAS(OSTINATO_FLOAT16)
+  if (dtype == DType::float16) return kernel(Float16{});
+#endif
+  throw_not_compiled();
 }
 
 }  // namespace ostinato

@@ -47,7 +47,7 @@ void call_linear(Call& call, const MakeWeight& make_weight, const Multiply& mult
 // Turns the gates and factors in `problem.out` into the rows of `out`.
 inline void activate_rows(DType dtype, activation::Activation kind, const Problem& problem, const Tensor& out) {
   const int64_t count = problem.out_features / 2;
-  const int64_t bytes = problem.rows * problem.out_features * element_bytes(dtype);
+  const int64_t bytes = problem.rows * problem.out_features * element_size(dtype);
   with_element(dtype, [&]<class T>(T) {
     for_each_row(problem.threads, NumParts{problem.rows}, bytes, [&](int64_t row) {
       const T* gates = static_cast<const T*>(problem.out) + row * problem.out_features;
@@ -76,7 +76,7 @@ void call_gated_linear(Call& call, const MakeWeight& make_weight, const Multiply
   problem.bias = arguments.bias.data;
   if (x.sizes[0] < kGatedRows) {
     problem.out_features = out_features;
-    problem.out = call.workspace<char>(x.sizes[0] * out_features * element_bytes(x.dtype));
+    problem.out = call.workspace<char>(x.sizes[0] * out_features * element_size(x.dtype));
     multiply(x.dtype, false, problem, weight);
     activate_rows(x.dtype, kind, problem, out);
   } else {

@@ -1,6 +1,7 @@
 // Routing of tokens to experts: scores, the top k of them, and their weights. Rows are independent and use float32
 // throughout, so a token's experts and weights do not depend on the other tokens.
 #include "core/division.h"
+#include "core/elements.h"
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -184,14 +185,9 @@ void route(Call& call) {
   division.run([&](int64_t token, int64_t end) {
     Router router(routing);
     for (; token < end; ++token) {
-      const int64_t offset = token * logits.strides[0];
-      if (logits.dtype == DType::float32) {
-        read_row(logits.as<float>() + offset, experts, router.scores());
-      } else if (logits.dtype == DType::bfloat16) {
-        read_row(logits.as<BFloat16>() + offset, experts, router.scores());
-      } else {
-        read_row(logits.as<Float16>() + offset, experts, router.scores());
-      }
+      with_element(logits.dtype, [&]<class T>(T) {
+        read_row(logits.as<T>() + token * logits.strides[0], experts, router.scores());
+      });
       router(ids.as<int32_t>() + token * top_k, weights.as<float>() + token * top_k);
     }
   });

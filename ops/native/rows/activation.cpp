@@ -17,7 +17,7 @@ void activation(Call& call) {
   const int64_t sizes[] = {rows, count};
   const Tensor out = call.empty(sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(call.threads(), NumParts{rows}, rows * x.sizes[1] * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), NumParts{rows}, x.num_bytes(), [&](int64_t row) {
       const T* from = x.as<T>() + row * x.strides[0];
       activate_row(kind, from, gated ? from + count : nullptr, count, out.as<T>() + row * count);
     });
@@ -36,7 +36,7 @@ void sigmoid_gate(Call& call) {
   const int64_t sizes[] = {rows, count};
   const Tensor out = call.empty(sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(call.threads(), NumParts{rows}, 2 * rows * count * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), NumParts{rows}, 2 * x.num_bytes(), [&](int64_t row) {
       const T* gates = gate.as<T>() + row * gate.strides[0];
       activate_row(Activation::sigmoid, gates, x.as<T>() + row * x.strides[0], count, out.as<T>() + row * count);
     });

@@ -1,4 +1,4 @@
-// What kernels over rows share: the division among threads, element types, and checks.
+// What kernels over rows share: the division among threads, and checks.
 #pragma once
 
 #include "core/division.h"
@@ -15,23 +15,6 @@ template <class Body>
 void for_each_row(const Threads& threads, NumParts rows, int64_t bytes, const Body& body) {
   divide<kRowBytesPerWorker>(threads, rows, bytes).for_each(body);
 }
-
-// Calls kernel(T{}) with the element type that `dtype` names.
-template <class Kernel>
-void with_element(DType dtype, const Kernel& kernel) {
-#if OSTINATO_HAS(OSTINATO_FLOAT32)
-  if (dtype == DType::float32) return kernel(float{});
-#endif
-#if OSTINATO_HAS(OSTINATO_BFLOAT16)
-  if (dtype == DType::bfloat16) return kernel(BFloat16{});
-#endif
-#if OSTINATO_HAS(OSTINATO_FLOAT16)
-  if (dtype == DType::float16) return kernel(Float16{});
-#endif
-  throw_not_compiled();
-}
-
-inline int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
 inline void check_element(const Tensor& x) {
   OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16 || x.dtype == DType::float16,

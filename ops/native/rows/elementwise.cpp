@@ -276,7 +276,7 @@ void join_heads(Call& call) {
                  "shared must be [T, 1, A] and heads [T, H, B], of one dtype, with contiguous heads");
   const int64_t sizes[] = {heads.sizes[0], heads.sizes[1], shared.sizes[2] + heads.sizes[2]};
   const Tensor out = call.empty(sizes, 3, heads.dtype);
-  const int64_t element = element_bytes(heads.dtype);
+  const int64_t element = element_size(heads.dtype);
   const int64_t first = shared.sizes[2] * element, second = heads.sizes[2] * element;
   for_each_row(call.threads(), NumParts{sizes[0]}, out.num_bytes(), [&](int64_t token) {
     const char* common = shared.as<char>() + token * shared.strides[0] * element;
