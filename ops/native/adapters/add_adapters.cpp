@@ -270,8 +270,6 @@ void for_each_task(const Problem& p, const Threads& threads, NumParts tasks, int
   });
 }
 
-int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <class T, class Y>
 void run(const Problem& p, const Threads& threads, const T* x, const T* a, const T* b, Y* y) {
   int64_t most = 0, rows = 0, products = 0;  // the largest rank of this call; its rows; products of a pass

@@ -1,4 +1,5 @@
-// How a kernel's work is divided among threads: how many workers pay, and which parts each worker has.
+// Quotients rounded up, and how a kernel's work is divided among threads: how many workers pay, and which parts each
+// worker has.
 #pragma once
 
 #include "core/threads.h"
@@ -6,6 +7,9 @@
 #include <algorithm>
 
 namespace ostinato {
+
+inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t count, int64_t multiple) { return ceil_divide(count, multiple) * multiple; }
 
 // How many parts some work consists of, for example its rows. This is a type of its own, so that an amount of work in
 // its place does not compile.

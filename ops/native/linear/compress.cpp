@@ -122,7 +122,7 @@ void compress_panel(const uint32_t* units, int64_t steps, uint8_t* panel, std::v
     aside.insert(aside.end(), data, data + steps * kPanel * 4);
     std::memset(panel + sizeof header, 0, steps / 2 * kStepPairBytes);
   }
-  aside.resize(ceil_divide(static_cast<int64_t>(aside.size()), 64) * 64);
+  aside.resize(round_up(static_cast<int64_t>(aside.size()), 64));
   std::memcpy(panel, &header, sizeof header);
 }
 

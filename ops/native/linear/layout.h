@@ -5,13 +5,12 @@
 // zero. A product with one row reads the whole tensor once, front to back.
 #pragma once
 
+#include "core/division.h"
 #include "core/kernel.h"
 
 namespace ostinato::linear {
 
 constexpr int kPanel = 32;  // columns of a panel
-
-inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Elements of K in a step; 0 for dtypes that are not packed.
 inline int64_t elements_per_step(DType dtype) {

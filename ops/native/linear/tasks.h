@@ -39,7 +39,7 @@ inline float* scratch(int64_t floats) {
   if (floats > capacity) {
     const int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
     const int64_t page = bytes < kHugePage / 2 ? 4096 : kHugePage;
-    const int64_t size = ceil_divide(bytes, page) * page;
+    const int64_t size = round_up(bytes, page);
     capacity = 0;  // if the allocation fails, the next call tries again
     memory.allocate(page, size);
     capacity = size / static_cast<int64_t>(sizeof(float));

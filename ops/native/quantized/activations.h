@@ -96,7 +96,7 @@ const T* row_in_order(const Problem& p, int64_t row, T* line) {
 // The size in bytes of the `line` that `row_in_order` needs, a multiple of 64.
 template <class T>
 int64_t line_bytes(const Problem& p) {
-  return p.order == nullptr ? 0 : ceil_divide(p.in_features * static_cast<int64_t>(sizeof(T)), 64) * 64;
+  return p.order == nullptr ? 0 : round_up(p.in_features * static_cast<int64_t>(sizeof(T)), 64);
 }
 
 }  // namespace ostinato::linear

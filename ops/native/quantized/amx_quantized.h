@@ -270,8 +270,8 @@ class QuantizedTileWorker {
     const int64_t count = blocks_.first_block(group + 1) - first;
     const int64_t factors = ceil_divide(count, 2) * pair_factors();
     const int64_t panel_bytes = steps_ * 4 * kPanel;
-    const int64_t row_bytes = ceil_divide(steps_ * 4 + 64, 64) * 64;  // whole vectors are written
-    const int64_t value_bytes = ceil_divide(count * block_values(), 64) * 64;
+    const int64_t row_bytes = round_up(steps_ * 4 + 64, 64);  // whole vectors are written
+    const int64_t value_bytes = round_up(count * block_values(), 64);
     const int64_t bytes = line_bytes<In>(p_) + panel_bytes + row_bytes + value_bytes;
     float* memory = scratch(bytes / 4 + 2 * factors + weight_.groups * 2 * kPanel);
     auto* ordered = reinterpret_cast<In*>(memory);

@@ -49,7 +49,7 @@ class QuantizedRowWorker {
   void pack(int64_t group) {
     const int64_t first_row = groups_.first_row(group);
     const int64_t rows = groups_.first_row(group + 1) - first_row;
-    const int64_t bytes_per_row = ceil_divide(weight_.steps * 4 + 64, 64) * 64;  // whole vectors are written
+    const int64_t bytes_per_row = round_up(weight_.steps * 4 + 64, 64);  // whole vectors are written
     const int64_t packed = rows * layout_.row + bytes_per_row / 4 + kQuantRows * layout_.units;
     float* memory = scratch(line_bytes<In>(p_) / 4 + packed);
     auto* line = reinterpret_cast<In*>(memory);

@@ -112,7 +112,7 @@ void gated_short_conv(Call& call) {
   const int64_t sizes[] = {p.bcx.sizes[0], p.channels};
   p.out = call.empty(sizes, 2, p.bcx.dtype);
   zero_rows(p.out, p.step.num_rows);
-  const int64_t items = (p.channels + kChannels - 1) / kChannels * p.step.count;
+  const int64_t items = ceil_divide(p.channels, kChannels) * p.step.count;
   const int64_t moved_rows = 4 * p.step.num_rows + 2 * p.width * p.step.count;
   const int64_t bytes = moved_rows * p.channels * element_size(p.bcx.dtype);
   const Division division = divide<kMovedBytesPerWorker>(call.threads(), NumParts{items}, bytes);

@@ -45,8 +45,6 @@ OSTINATO_INLINE void for_parts(const Sequence& sequence, const Body& body) {
   body(first, sequence.count, sequence.write);
 }
 
-inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
-
 // ---- checks ----------------------------------------------------------------------------------------------
 
 // Checks of one op's arguments. Errors name the op and the argument.

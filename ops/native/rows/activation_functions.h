@@ -99,7 +99,7 @@ void activate_row(Activation kind, const T* x, const T* factor, int64_t count, T
   alignas(64) float chunk[kChunk];
   for (int64_t first = 0; first < count; first += kChunk) {
     const int64_t size = std::min(kChunk, count - first);
-    const int64_t padded = (size + F32::width - 1) / F32::width * F32::width;
+    const int64_t padded = round_up(size, F32::width);
     for (int64_t c = size; c < padded; ++c) chunk[c] = 0.0f;
     columns(
         size, [&](int64_t c) { store(chunk + c, load(x + first + c)); },

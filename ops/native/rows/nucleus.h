@@ -130,7 +130,7 @@ class Nucleus {
       : logits_(logits), count_(count), most_(most), temperature_(temperature), least_(least), buckets_(most, lowest()) {
     if (!buckets_.is_valid()) return;
     is_certain_ = true;
-    places_.resize((count + kScan - 1) / kScan * kScan, kOutside);
+    places_.resize(round_up(count, kScan), kOutside);
     int64_t first = 0;
     for (; first + kBlock <= count; first += kBlock) add_block(logits + first, first);
     if (first < count) {

@@ -1,6 +1,7 @@
 // One row of logits: the maxima, sums and candidates that the kernels of sampling and of log-probabilities share.
 #pragma once
 
+#include "core/division.h"
 #include "core/simd.h"
 
 #include <algorithm>
@@ -28,7 +29,7 @@ inline bool likelier(const Candidate& a, const Candidate& b) { return a.logit > 
 // at c * kChunk + l + multiples of the width. So finding the maxima needs no operation across lanes.
 class Row {
  public:
-  Row(const float* logits, int64_t count) : logits_(logits), count_(count), num_chunks_((count + kChunk - 1) / kChunk) {
+  Row(const float* logits, int64_t count) : logits_(logits), count_(count), num_chunks_(ceil_divide(count, kChunk)) {
     const int64_t whole = count / kChunk;
     if (whole < num_chunks_) {
       std::fill(tail_, tail_ + kChunk, kNever);
