@@ -28,8 +28,8 @@ struct ExpertRows {
     std::vector<int64_t> next(num_experts + 1);
     for (size_t pair = 0; pair < pairs.size(); ++pair) {
       const int32_t id = chosen[pair];
-      OSTINATO_CHECK(id >= 0 && id < num_experts, "ids[", pair / slots, "] has ", id, ", not an expert: 0 to ",
-                     num_experts - 1);
+      OSTINATO_CHECK(id >= 0 && id < num_experts, "ids[", static_cast<int64_t>(pair) / slots, "] has ", id,
+                     ", not an expert: 0 to ", num_experts - 1);
       ++next[id + 1];
     }
     for (int64_t id = 0; id < num_experts; ++id) {
