@@ -11,7 +11,8 @@ import anthropic
 import openai
 import pytest
 
-from tests.e2e.server_process import PATIENCE_S, ServerProcess
+from tests.e2e.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi import checks
 
-from tests.e2e.server_process import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 __all__ = ("ask_all",)
 

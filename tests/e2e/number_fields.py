@@ -12,7 +12,7 @@ import msgspec.inspect as types
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.server_process import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 __all__ = ("MARK", "SCHEMAS", "Endpoint", "Place", "check_numbers", "places")
 

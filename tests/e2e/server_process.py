@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
@@ -21,11 +20,9 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ("HTTP", "PATIENCE_S", "SMALL", "ServerProcess", "engine_of", "until")
+from tests.waiting import PATIENCE_S, wait_until
 
-# The seconds that a test waits for an event. This is several times the longest pause of a busy
-# machine, and less than the time after which pytest ends the test.
-PATIENCE_S = 240
+__all__ = ("HTTP", "SMALL", "ServerProcess", "engine_of")
 
 # For all requests of a test process. `httpx.post` makes a client each time, and a client reads the
 # machine's certificates for 20 ms.
@@ -44,14 +41,6 @@ SMALL = (
     # Without drafts each event of a stream has one token, so tests can compare events.
     "speculation.method=none",
 )
-
-
-def until(condition: Callable[[], object], what: str = "the condition did not come true") -> None:
-    """Poll until `condition` is true. Fails with the text `what` after `PATIENCE_S` seconds."""
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def engine_of(server_pid: int) -> psutil.Process:
@@ -173,6 +162,34 @@ class ServerProcess:
             with suppress(psutil.NoSuchProcess):  # the test may have ended it
                 engine.resume()
 
+    def has_engine(self) -> bool:
+        """Whether there is an engine process, which may still be starting."""
+        try:
+            return self.engine.is_running()
+        except (ValueError, psutil.Error):
+            return False
+
+    def kill_busy_engine(self) -> bool:
+        """Kill the engine, and wait for its end. Returns False, and kills none, if it has no work.
+
+        The engine is suspended before the server is asked for its load. So the last request cannot
+        end between the two.
+        """
+        wait_until(self.has_engine, "no engine has been started")
+        engine = self.engine
+        engine.suspend()
+        if self.load() == 0:
+            engine.resume()
+            return False
+        engine.kill()
+        engine.wait(PATIENCE_S)
+        return True
+
+    def num_restarts(self) -> float:
+        """The restarts of all engines, for any reason."""
+        name = "ostinato_engine_restarts_total"
+        return sum(value for key, value in self.metrics().items() if key.startswith(name))
+
     def send(self, path: str, body: Any, request_id: str) -> http.client.HTTPConnection:
         """Send a request on a connection of its own."""
         address = urlsplit(self.url)
@@ -190,7 +207,7 @@ class ServerProcess:
         """
         before = self.load()
         with closing(self.send(path, body, request_id)) as connection:
-            until(lambda: self.load() > before, f"{path} was not sent to the engine")
+            wait_until(lambda: self.load() > before, f"{path} was not sent to the engine")
             yield connection
 
     def log_of(self, request_id: str) -> str:

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from tests.api.otlp_receiver import otlp_receiver
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import PATIENCE_S, wait_until
 
 KEYS = ("sk-first-Zq83kd", "sk-second-Pw7720x")
 LISTED = "sk-listed-Rr41aa"  # given on the command line, which every user of the system can read
@@ -150,7 +151,7 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
         server.wait_for_line("flight recorder: the last")
     dumped = [path.read_text() for path in site.dumps.iterdir()]
     assert dumped
-    until(lambda: site.traces, "no trace came")
+    wait_until(lambda: site.traces, "no trace came")
     assert any("prompt_token_ids" in line for line in server.output)  # level debug is on
     everything = "\n".join((*seen, *dumped, *server.output))
     for key in (*KEYS, LISTED):

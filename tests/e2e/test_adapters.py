@@ -19,8 +19,9 @@ import pytest
 
 from tests.e2e.adapter_directories import make_adapter
 from tests.e2e.json_requests import CHAT, COMPLETIONS, GREEDY, HI, MODEL, post
-from tests.e2e.server_process import HTTP, PATIENCE_S, SMALL, ServerProcess
-from tests.e2e.test_crash import run_streams
+from tests.e2e.server_process import HTTP, SMALL, ServerProcess
+from tests.e2e.streams import run_streams
+from tests.waiting import PATIENCE_S
 
 STORY = {"prompt": "Once upon a time there was a cat. " * 12, **GREEDY}
 _ROOT = Path(__file__).resolve().parents[2]

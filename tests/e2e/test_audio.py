@@ -15,8 +15,8 @@ import pytest
 
 from tests.api.audio.audio_apps import TRANSCRIPTIONS, TRANSLATIONS, wav
 from tests.e2e.server_process import HTTP, ServerProcess
-from tests.e2e.test_crash import until
 from tests.models.audio.whisper_checkpoints import load_whisper, make_whisper
+from tests.waiting import until
 
 SHORT, OTHER, LONG = wav(3, seed=1), wav(3, seed=2), wav(65, seed=3)
 

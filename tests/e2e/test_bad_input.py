@@ -14,7 +14,8 @@ from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.e2e.number_fields import Endpoint, Place, check_numbers, places
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import PATIENCE_S
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"

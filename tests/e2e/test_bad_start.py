@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from tests.confinement import few_files, no_temporary_files, without_privileges
-from tests.e2e.server_process import PATIENCE_S, SMALL, engine_of
+from tests.e2e.server_process import SMALL, engine_of
+from tests.waiting import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 

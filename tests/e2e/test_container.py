@@ -19,7 +19,8 @@ import pytest
 
 from ostinato.runtime.file_limit import RESERVED_FILES
 from tests.confinement import few_files, read_only, unknown_user
-from tests.e2e.server_process import PATIENCE_S, ServerProcess, until
+from tests.e2e.server_process import ServerProcess
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 40
@@ -103,7 +104,7 @@ def test_connections_leave_files_for_a_new_engine(server):
     finally:
         for connection in held:
             connection.close()
-    until(lambda: try_health(server) == 200)  # the server notices closed connections late
+    wait_until(lambda: try_health(server) == 200)  # the server notices closed connections late
 
 
 def try_health(server: ServerProcess) -> int:

@@ -10,20 +10,18 @@ import asyncio
 import json
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import jsonschema
-import psutil
 import pytest
 
+from tests.e2e.json_requests import CHAT, COMPLETIONS
 from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.streams import ZOO, Streams, body, run_streams
+from tests.waiting import PATIENCE_S, repeat_if_late, wait_until
 
 NUM_STREAMS = 28  # four of each kind
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEXTS = ("Once upon a time", "A block table is", "The scheduler", "Count to ten: one,", "Hello")
 
 
 @pytest.fixture(scope="module")
@@ -36,48 +34,12 @@ def server() -> Iterator[ServerProcess]:
         "cache.memory_gib=0.2",
         "scheduler.max_num_seqs=20",  # some of the streams wait
         "server.restart_backoff_s=0.01",
+        "server.max_restarts=100",
         "server.drain_timeout_s=200",
     ) as process:
         yield process
 
 
-def body(number: int) -> dict[str, Any]:
-    """The body of a request; `number` selects its kind. Equal bodies get equal answers."""
-    options: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 1.2, "seed": number},
-        {"temperature": 0.9, "seed": number, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"temperature": 1.5, "seed": number, "top_p": 0.9, "logprobs": 2},
-        {"temperature": 1.0, "seed": number, "n": 2},
-        {"temperature": 1.1, "seed": number, "min_tokens": 100, "stop": ["e"]},
-        {"temperature": 0, "logprobs": 1, "frequency_penalty": 0.8},
-    ]
-    chosen = options[number % len(options)]
-    return {
-        "prompt": f"{TEXTS[number % len(TEXTS)]} {number}",
-        "max_tokens": 150,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        **chosen,
-    }
-
-
-ZOO = {
-    "type": "array",
-    "minItems": 3,
-    "maxItems": 4,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 8},
-            "age": {"type": "integer", "minimum": 0, "maximum": 30},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
-}
 CALL = {"type": "object", "properties": {"animals": ZOO}, "required": ["animals"]}
 PATTERN = "([a-z]{3,9} ){12,16}end"
 TOOL = {"type": "function", "function": {"name": "feed", "parameters": CALL}}
@@ -123,130 +85,42 @@ def check_form(number: int, told: list[Any]) -> None:
     jsonschema.validate(json.loads(arguments), CALL)
 
 
-def what_was_said(lines: list[str]) -> list[Any]:
-    """A stream's `[(prompt tokens, completion tokens), choices of completion 0, of 1, ...]`.
-
-    The choices are those of the chunks, in order. Ids, times and the count of cached
-    tokens are left out, because they differ between two runs.
-    """
-    assert lines[-1] == "data: [DONE]", lines[-1]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    assert not any("error" in event for event in events), events[-1]
-    for event in events:
-        for choice in event["choices"]:
-            for call in choice.get("delta", {}).get("tool_calls", ()):
-                call.pop("id", None)  # each answer has new ids
-    usage = events[-1]["usage"]
-    told: list[Any] = [(usage["prompt_tokens"], usage["completion_tokens"])]
-    # Chunks of several completions arrive in any order.
-    for index in range(max(c["index"] for e in events for c in e["choices"]) + 1):
-        told.append([c for e in events for c in e["choices"] if c["index"] == index])
-    return told
-
-
-class Streams:
-    """Runs all streams at once, and keeps the lines of each."""
-
-    def __init__(self, url: str, requests: list[tuple[str, dict[str, Any]]]) -> None:
-        self._url = url
-        self._requests = requests
-        self.lines: list[list[str]] = [[] for _ in requests]
-
-    @property
-    def num_lines(self) -> int:
-        return sum(map(len, self.lines))
-
-    async def run(self) -> list[list[Any]]:
-        limits = httpx.Limits(max_connections=len(self.lines))
-        async with httpx.AsyncClient(base_url=self._url, timeout=250, limits=limits) as client:
-            await asyncio.gather(*(self._one(client, number) for number in range(len(self.lines))))
-        return [what_was_said(lines) for lines in self.lines]
-
-    async def _one(self, client: httpx.AsyncClient, number: int) -> None:
-        path, request = self._requests[number]
-        async with client.stream("POST", path, json=request) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line:
-                    self.lines[number].append(line)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 200) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
-
-
-def run_streams(
-    server: ServerProcess, requests: list[tuple[str, dict[str, Any]]], kill_at: int | None = None
-) -> list[list[Any]]:
-    """What all streams said.
-
-    Args:
-        server: the server.
-        requests: path and body of each stream.
-        kill_at: the engine is killed when so many lines have come; None = it is not killed.
-    """
-
-    async def run() -> list[list[Any]]:
-        streams = Streams(server.url, requests)
-        task = asyncio.create_task(streams.run())
-        if kill_at is not None:
-            await until(lambda: streams.num_lines >= kill_at or task.done())
-            assert not task.done(), "the streams ended before the engine was killed"
-            server.engine.kill()
-        return await task
-
-    return asyncio.run(run())
-
-
-def engine_of(server: ServerProcess) -> psutil.Process | None:
-    """The engine process, or None while it restarts."""
-    try:
-        return server.engine
-    except (ValueError, psutil.Error):
-        return None
+def kill_starting_engine(server: ServerProcess) -> bool:
+    """Kill the engine while it starts. Returns False, and kills none, if it serves already."""
+    wait_until(server.has_engine)
+    engine = server.engine
+    engine.suspend()
+    if HTTP.get(f"{server.url}/ready").status_code == 200:
+        engine.resume()
+        return False
+    engine.kill()
+    engine.wait(PATIENCE_S)
+    return True
 
 
 def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
     requests = [(COMPLETIONS, body(number)) for number in range(NUM_STREAMS)]
-
-    async def undisturbed() -> list[list[Any]]:
-        return await Streams(server.url, requests).run()
-
-    async def killed() -> list[list[Any]]:
-        streams = Streams(server.url, requests)
-        task = asyncio.create_task(streams.run())
-
-        async def kill_at(num_lines: int) -> None:
-            await until(lambda: streams.num_lines >= num_lines or task.done())
-            assert not task.done(), "the streams ended before the engine was killed"
-            await until(lambda: engine_of(server) is not None)
-            engine = engine_of(server)
-            assert engine is not None
-            engine.kill()
-            await until(lambda: not engine.is_running())
-
-        await kill_at(20)  # prompts are still computed, some streams wait
-        await kill_at(20)  # at once again: this kills the next engine during its start
-        # In the middle. Drafts can end a stream soon afterwards, before this task runs again.
-        await kill_at(NUM_STREAMS * 30)
-        return await task
-
-    expected = asyncio.run(undisturbed())
+    expected = asyncio.run(Streams(server.url, requests).run())
     assert sum(tokens for (_, tokens), *_ in expected) > NUM_STREAMS * 100
-    assert asyncio.run(killed()) == expected
-    metrics = server.metrics()
-    restarts = {
-        name: value
-        for name, value in metrics.items()
-        if name.startswith("ostinato_engine_restarts_total{") and value
-    }
-    assert sum(restarts.values()) == 3
-    assert restarts['ostinato_engine_restarts_total{reason="killed"}'] >= 2
-    assert metrics["ostinato_kv_cache_usage_ratio"] == 0
-    assert HTTP.get(f"{server.url}/ready").json() == {"status": "ready"}
+
+    def attempt() -> float | None:
+        before = server.num_restarts()
+        kills: list[bool] = []
+
+        def on_line(num_lines: int) -> None:
+            if num_lines == 20:  # prompts are still computed, some streams wait
+                kills.extend((server.kill_busy_engine(), kill_starting_engine(server)))
+            elif num_lines == NUM_STREAMS * 30:  # in the middle
+                kills.append(server.kill_busy_engine())
+
+        assert asyncio.run(Streams(server.url, requests, on_line).run()) == expected
+        return before if kills == [True] * 3 else None
+
+    before = repeat_if_late(attempt)
+    wait_until(lambda: server.num_restarts() == before + 3)
+    assert server.metrics()['ostinato_engine_restarts_total{reason="killed"}'] >= 2
+    wait_until(lambda: server.metrics()["ostinato_kv_cache_usage_ratio"] == 0)
+    wait_until(lambda: HTTP.get(f"{server.url}/ready").json() == {"status": "ready"})
 
 
 def test_answers_name_what_their_bits_depend_on(server: ServerProcess) -> None:
@@ -283,12 +157,17 @@ def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
 def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:
     """This test ends the server, so it is the last test of this module."""
     request = {**body(0), "max_tokens": 100}
-    with HTTP.stream("POST", f"{server.url}/v1/completions", json=request, timeout=250) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        server.engine.kill()
-        server.signal(signal.SIGTERM)
-        events = [line for line in lines if line]
+
+    def attempt() -> list[str] | None:
+        with HTTP.stream("POST", server.url + COMPLETIONS, json=request) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            if not server.kill_busy_engine():
+                return None
+            server.signal(signal.SIGTERM)
+            return [line for line in lines if line]
+
+    events = repeat_if_late(attempt)
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 100
     assert server.wait() == 0

@@ -16,8 +16,9 @@ import transformers
 
 from ostinato.api.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from tests.e2e.number_fields import Endpoint, check_numbers, places
-from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
 from tests.models.minilm import minilm_directory
+from tests.waiting import wait_until
 
 TEXTS = ["A block table maps positions to blocks.", "The cat sat on the mat.", "ok"]
 
@@ -124,7 +125,7 @@ def test_a_client_that_goes_away_frees_its_blocks(server):
         assert " disconnected " in server.log_of("embd-left ")
     HTTP.post(f"{server.url}/v1/embeddings", json={"input": "ok"}).raise_for_status()
     # The log line may come before the last chunk of inputs has left the engine.
-    until(lambda: server.load() == 0)
+    wait_until(lambda: server.load() == 0)
 
 
 def test_a_profile(server):

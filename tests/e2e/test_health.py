@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import wait_until
 
 HEALTH_S, HANG_S = 4.0, 6.0  # other tests on the machine may delay the engine by two seconds
 PATHS = ("/live", "/ready", "/health")
@@ -84,10 +85,10 @@ def test_a_frozen_engine_is_noticed(patient: ServerProcess) -> None:
 
     body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with patient.held_engine(), patient.sent("/v1/completions", body, "held") as connection:
-        until(lambda: statuses() == ["stuck", "engine_silent", "unhealthy"])
+        wait_until(lambda: statuses() == ["stuck", "engine_silent", "unhealthy"])
         patient.engine.resume()
         assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
-    until(lambda: statuses() == [])
+    wait_until(lambda: statuses() == [])
 
 
 def test_a_frozen_engine_is_replaced(server: ServerProcess) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.e2e.json_requests import CHAT, GREEDY, post, refused
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_crash import run_streams
+from tests.e2e.streams import run_streams
 from tests.runtime.image_engines import ImageModel, image_llm, make_image_model, picture
 
 CAT, DOG = picture(1), picture(2, width=64, height=40)

@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import wait_until
 
 PROMPT = (
     "The scheduler decides which tokens each step computes, and the block pool keeps them. " * 10
@@ -38,7 +39,7 @@ def test_blocks_survive_a_killed_engine_and_the_end_of_the_server(tmp_path: Path
     with start(tmp_path) as server:
         text, cached = complete(server)
         assert cached == 0
-        until(lambda: server.metrics().get(STORED, 0) > 6, "no block was stored")
+        wait_until(lambda: server.metrics().get(STORED, 0) > 6, "no block was stored")
         tokens = stream_through_a_kill(server)
         # The prompt of the stream and the first prompt are those of the killed engine.
         assert server.metrics()[LOADED] > 0

@@ -12,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import PATIENCE_S, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROSE = "once upon a time there was " * 200_000
@@ -106,7 +107,7 @@ def test_what_it_has_allocated_goes_back(server):
     before = process.memory_info().rss
     for megabytes in range(2, 8):  # in bodies of rising size
         send(megabytes * 1_000_000)
-    until(
+    wait_until(
         lambda: process.memory_info().rss - before < 24 << 20,
         "the API process keeps more memory than before",
     )
@@ -137,7 +138,7 @@ def test_a_prompt_is_scored_in_pieces_beside_a_stream(server):
         answer = pool.submit(
             HTTP.post, server.url + COMPLETIONS, json=scored, headers={"x-trace": "1"}
         )
-        until(lambda: server.load() == 2)
+        wait_until(lambda: server.load() == 2)
         server.engine.resume()
         reply = answer.result().json()
         connection.close()
@@ -190,7 +191,7 @@ def held_forks(server: ServerProcess) -> Iterator[None]:
                 one.suspend()
         return len(forks) == 2 == len(large_forks(server))
 
-    until(are_held, "two large bodies are not prepared at once")
+    wait_until(are_held, "two large bodies are not prepared at once")
     try:
         yield
     finally:
@@ -210,7 +211,7 @@ def test_a_client_that_leaves_while_its_body_is_prepared(server):
             assert server.log_of(f"waits-{number} ") == f"waits-{number} {line}"
         for connection in working:
             connection.close()
-    until(lambda: not large_forks(server), "a process works for a client that has left")
+    wait_until(lambda: not large_forks(server), "a process works for a client that has left")
     for number in range(6, 8):  # the first six requests may have ended before
         assert "disconnected phase=preparation" in server.log_of(f"works-{number} ")
     assert server.load() == 0

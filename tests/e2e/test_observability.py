@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_the_last_steps_of_a_killed_engine_are_kept(server: ServerProcess, dumps
         next(lines)
         server.engine.kill()
         assert "data: [DONE]" in list(lines)  # the restarted engine completes the stream
-    until(lambda: list(dumps.glob("flight-*.json")), "no dump was written")
+    wait_until(lambda: list(dumps.glob("flight-*.json")), "no dump was written")
     files = list(dumps.glob("flight-*.json"))
     steps = json.loads(files[0].read_text())["steps"]
     assert steps

@@ -19,7 +19,8 @@ from tests.e2e.json_requests import (
     refused,
     tokens_of,
 )
-from tests.e2e.server_process import ServerProcess, until
+from tests.e2e.server_process import ServerProcess
+from tests.waiting import wait_until
 
 
 class TestThePrompt:
@@ -157,7 +158,7 @@ def test_priority_runs_the_lower_number_first():
                         server.sent(COMPLETIONS, {**body, "priority": 9}, f"low-{number}")
                     )
                 stack.enter_context(server.sent(COMPLETIONS, {**body, "priority": 1}, "high"))
-            until(lambda: server.load() == 0)
+            wait_until(lambda: server.load() == 0)
         ended = [line for line in server.output if " done " in line]
         # "high" was sent last. At most one request began before the engine had read "high".
         assert any("cmpl-high " in line for line in ended[:2]), ended

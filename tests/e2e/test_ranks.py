@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import PATIENCE_S, wait_until
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
@@ -81,12 +82,12 @@ def test_a_stream_goes_on_and_the_log_says_where_the_rank_was(
     before = ranks_of(server)
     num_lines = len(server.output)
     assert text_of(server, lambda: os.kill(before[1]["pid"], number)) == expected
-    until(lambda: any("serves again" in line for line in server.output[num_lines:]))
+    wait_until(lambda: any("serves again" in line for line in server.output[num_lines:]))
     log = "".join(server.output[num_lines:])
     assert "rank 1: it" in log
     assert words in log
     assert all(trace in log for trace in traces), log
-    until(lambda: not any(lives(one["pid"]) for one in before))
+    wait_until(lambda: not any(lives(one["pid"]) for one in before))
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_no_rank_outlives_a_server_that_is_killed() -> None:
             stream.start()
         assert has_begun.wait(PATIENCE_S)
         own.signal(signal.SIGKILL)
-        until(lambda: not any(map(lives, pids)))
+        wait_until(lambda: not any(map(lives, pids)))
         for stream in streams:
             stream.join()
 

@@ -13,8 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -23,9 +22,11 @@ import pytest
 from ostinato.conf.compose import load_config
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.nodes.ray_nodes import RayNodes
+from tests.e2e.json_requests import COMPLETIONS
 from tests.e2e.machines import lives
 from tests.e2e.server_process import HTTP, ServerProcess
-from tests.e2e.test_crash import COMPLETIONS, Streams, body
+from tests.e2e.streams import Streams, body
+from tests.waiting import wait_until
 
 ray: Any = pytest.importorskip("ray", reason="the extra ostinato[ray] is not installed")
 cluster_utils: Any = pytest.importorskip("ray.cluster_utils")
@@ -82,11 +83,6 @@ def started_cluster() -> Any:
     pytest.fail(f"Ray does not start on this machine: {'; '.join(reasons)}")
 
 
-def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.02)
-
-
 def serve(cluster: Any, *overrides: str) -> ServerProcess:
     return ServerProcess(
         *("parallel.executor=ray", f"parallel.ray_address={cluster.address}"),
@@ -125,12 +121,12 @@ def test_an_engine_of_two_ranks_is_placed_and_is_started_again_with_its_actor(cl
             return await task
 
         assert asyncio.run(scenario()) == expected
-        until(lambda: engines(server)[0]["state"] == "serving")
+        wait_until(lambda: engines(server)[0]["state"] == "serving")
         (after,) = engines(server)
         assert after["pid"] != before["pid"]
         server.signal(signal.SIGTERM)
         assert server.wait(600) == 0, "".join(server.output[-40:])
-        until(lambda: not lives(after["pid"]))
+        wait_until(lambda: not lives(after["pid"]))
 
 
 def test_engines_are_on_different_machines(cluster: Any) -> None:
@@ -139,7 +135,7 @@ def test_engines_are_on_different_machines(cluster: Any) -> None:
         assert len(set(nodes)) == 2
         pids = [rank["pid"] for one in engines(server) for rank in one["ranks"]]
         server.signal(signal.SIGKILL)
-        until(lambda: not any(map(lives, pids)))
+        wait_until(lambda: not any(map(lives, pids)))
 
 
 def test_ranks_of_an_engine_are_on_different_machines(cluster: Any) -> None:
@@ -149,8 +145,8 @@ def test_ranks_of_an_engine_are_on_different_machines(cluster: Any) -> None:
         streams = [(COMPLETIONS, body(number)) for number in range(4)]
         expected = asyncio.run(Streams(server.url, streams).run())
         os.kill(before["ranks"][1]["pid"], signal.SIGKILL)
-        until(lambda: engines(server)[0]["num_restarts"])
-        until(lambda: engines(server)[0]["state"] == "serving")
+        wait_until(lambda: engines(server)[0]["num_restarts"])
+        wait_until(lambda: engines(server)[0]["state"] == "serving")
         assert asyncio.run(Streams(server.url, streams).run()) == expected
         server.signal(signal.SIGTERM)
         assert server.wait(600) == 0, "".join(server.output[-40:])
@@ -227,4 +223,4 @@ def test_ray_serve_runs_the_api(cluster: Any) -> None:
             process.stdin.close()
             process.wait(600)
     assert engines
-    until(lambda: not any(map(lives, engines)))
+    wait_until(lambda: not any(map(lives, engines)))

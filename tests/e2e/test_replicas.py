@@ -16,8 +16,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
-from tests.e2e.test_crash import COMPLETIONS, Streams, body, until
+from tests.e2e.json_requests import COMPLETIONS
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.streams import Streams, body
+from tests.waiting import PATIENCE_S, until
 
 NUM_STREAMS = 20
 

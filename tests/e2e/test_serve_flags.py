@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import PATIENCE_S
 
 FLAGS = (
     *("--served-model-name", "short-name", "--api-key", "k1", "--max-num-seqs", "2"),

@@ -14,7 +14,8 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import wait_until
 
 MODEL = "ostinato-demo"
 QUESTION = [{"role": "user", "content": "What is a block table?"}]
@@ -217,7 +218,7 @@ class TestDisconnect:
         line = server.log_of(f"cmpl-{request_id}")
         assert " disconnected " in line
         assert int(line.partition("output=")[2].split()[0]) < 32 * LONG["max_tokens"]
-        until(lambda: server.metrics()["ostinato_requests_running"] == 0)
+        wait_until(lambda: server.metrics()["ostinato_requests_running"] == 0)
         assert server.metrics()["ostinato_requests_waiting"] == 0
 
 
@@ -246,8 +247,8 @@ class TestFigures:
                     for _ in response.iter_lines()
                 )
 
-        until(is_seen)  # a quick machine may end a request before /metrics shows it
-        until(lambda: server.metrics()["ostinato_requests_running"] == 0)
+        wait_until(is_seen)  # a quick machine may end a request before /metrics shows it
+        wait_until(lambda: server.metrics()["ostinato_requests_running"] == 0)
 
     def test_health(self, server):
         assert HTTP.get(f"{server.url}/health").json() == {"status": "ok"}

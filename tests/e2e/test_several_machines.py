@@ -14,9 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.json_requests import COMPLETIONS
 from tests.e2e.machines import Namespace, RankProcess, join_command, lives
-from tests.e2e.server_process import HTTP, ServerProcess, until
-from tests.e2e.test_crash import COMPLETIONS, Streams, body
+from tests.e2e.server_process import HTTP, ServerProcess
+from tests.e2e.streams import Streams, body
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +80,11 @@ def test_streams_go_on_when_the_cable_of_a_machine_is_pulled(namespace: Namespac
         assert before[1]["node"] == os.uname().nodename
         assert [one["rank"] for one in before[1]["ranks"]] == [0, 1]
         assert run(lambda: namespace.plug(is_in=False)) == expected
-        until(lambda: spread.engines[1]["state"] == "restarting")
+        wait_until(lambda: spread.engines[1]["state"] == "restarting")
         assert "was lost" in spread.engines[1]["reason"]
-        until(lambda: not any(lives(one["pid"]) for one in before[1]["ranks"]))
+        wait_until(lambda: not any(lives(one["pid"]) for one in before[1]["ranks"]))
         namespace.plug(is_in=True)
-        until(spread.all_serve)
+        wait_until(spread.all_serve)
         assert run() == expected
         spread.server.signal(signal.SIGTERM)
         assert spread.server.wait() == 0
@@ -116,16 +118,16 @@ def test_streams_of_an_engine_on_two_machines_wait_for_the_cable_that_was_pulled
         (before,) = spread.engines
         assert [one["machine"] for one in before["ranks"]] == [0, 1]
         assert asyncio.run(scenario(is_pulled=True)) == expected
-        until(lambda: not any(lives(one["pid"]) for one in before["ranks"]))
+        wait_until(lambda: not any(lives(one["pid"]) for one in before["ranks"]))
 
 
 def test_a_killed_rank_of_an_engine_elsewhere_ends_its_group_which_starts_again() -> None:
     with SpreadServer("127.0.0.1", "parallel.tensor=2") as spread:
         before = spread.engines[1]["ranks"]
         os.kill(before[1]["pid"], signal.SIGKILL)
-        until(lambda: not any(lives(one["pid"]) for one in before))
-        until(lambda: spread.engines[1]["num_restarts"] == 1)
-        until(spread.all_serve)
+        wait_until(lambda: not any(lives(one["pid"]) for one in before))
+        wait_until(lambda: spread.engines[1]["num_restarts"] == 1)
+        wait_until(spread.all_serve)
         assert spread.engines[0]["num_restarts"] == 0
         assert any("was killed by SIGKILL" in line for line in spread.rank.output)
 
@@ -135,7 +137,7 @@ def test_nothing_is_left_on_the_other_machine_of_a_killed_server() -> None:
         pids = [rank["pid"] for one in spread.engines for rank in one["ranks"]]
         assert len(pids) == 4
         spread.server.signal(signal.SIGKILL)
-        until(lambda: not any(map(lives, pids)))
+        wait_until(lambda: not any(map(lives, pids)))
         assert not psutil.Process(spread.rank.process.pid).children(recursive=True)
 
 

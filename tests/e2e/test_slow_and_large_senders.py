@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import PATIENCE_S, ServerProcess
+from tests.e2e.server_process import ServerProcess
+from tests.waiting import PATIENCE_S
 
 BODY = json.dumps({"prompt": "Hi", "max_tokens": 3}).encode()
 LIMIT = 64 << 10

@@ -13,7 +13,7 @@ import pytest
 from tests.api.media.sound_apps import audio_url, input_part, url_part
 from tests.e2e.json_requests import CHAT, GREEDY, post, refused
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_crash import run_streams
+from tests.e2e.streams import run_streams
 from tests.e2e.test_images import message
 from tests.models.audio.sound_models import RATE, random_sound
 from tests.runtime.audio.audio_files import encode

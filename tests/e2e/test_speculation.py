@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.json_requests import CHAT, COMPLETIONS
 from tests.e2e.server_process import HTTP, ServerProcess
-from tests.e2e.test_crash import CHAT, COMPLETIONS, ZOO, body
+from tests.e2e.streams import ZOO, body
 
 TEXT = "The scheduler decides at every step which sequences compute how many tokens. "
 FORMAT = {"type": "json_schema", "json_schema": {"name": "zoo", "schema": ZOO, "strict": True}}

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import HTTP, ServerProcess, until
+from tests.e2e.server_process import HTTP, ServerProcess
 from tests.e2e.test_ranks import lives, ranks_of, text_of
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +38,9 @@ def test_a_stream_goes_on_when_a_stage_ends(
     assert before[0]["first_layer"] == before[1]["num_layers"]
     num_lines = len(server.output)
     assert text_of(server, lambda: os.kill(before[rank]["pid"], number)) == expected
-    until(lambda: any("serves again" in line for line in server.output[num_lines:]))
+    wait_until(lambda: any("serves again" in line for line in server.output[num_lines:]))
     assert words in "".join(server.output[num_lines:])
-    until(lambda: not any(lives(one["pid"]) for one in before))
+    wait_until(lambda: not any(lives(one["pid"]) for one in before))
 
 
 def test_the_text_is_that_of_one_process(server: ServerProcess) -> None:

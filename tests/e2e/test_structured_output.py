@@ -16,8 +16,9 @@ from ostinato.api.responses.schemas import ResponsesRequest
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
 from tests.e2e.number_fields import SCHEMAS, Endpoint, Place, check_numbers
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 from tests.e2e.structured_requests import HI, complete, refused
+from tests.waiting import PATIENCE_S
 
 CAT = {
     "type": "object",

@@ -21,8 +21,9 @@ import pytest
 from ostinato.runtime.grammar.compiler import MAX_BYTES
 from ostinato.runtime.grammar.json_schemas import MAX_OPTIONAL_OF_SOME, MAX_OPTIONAL_PROPERTIES
 from ostinato.runtime.types.structured_outputs import MAX_CHOICES
-from tests.e2e.server_process import HTTP, PATIENCE_S, ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 from tests.e2e.structured_requests import HI, complete, refused
+from tests.waiting import PATIENCE_S
 
 END_IDS = (0, 2)  # the demo model's ids that end an answer
 PREPARATION = "ostinato.api.server.preparation_main"

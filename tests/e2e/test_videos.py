@@ -15,7 +15,7 @@ from ostinato import SamplingParams
 from tests.api.media.video_apps import film, film_url, frames_url, video_part
 from tests.e2e.json_requests import CHAT, GREEDY, post, refused
 from tests.e2e.server_process import ServerProcess
-from tests.e2e.test_crash import run_streams
+from tests.e2e.streams import run_streams
 from tests.e2e.test_images import CAT, message, part
 from tests.runtime.image_engines import ImageModel, image_llm, make_image_model
 from tests.runtime.video.video_files import encode

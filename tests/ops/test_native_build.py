@@ -21,7 +21,7 @@ from ostinato.ops.native.build import LIBRARIES, PARTS
 from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa, runnable_levels
 from ostinato.ops.native.library import load
 from tests.confinement import no_execution
-from tests.e2e.server_process import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, wait_until
 
 # A library of few sources, with two compiler processes as for `core`.
 SMALL = """
@@ -175,7 +175,7 @@ def test_compilers_and_their_files_end_with_the_build(tmp_path: Path, number: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STARTED", str(started))
         process = start(INTERRUPTIBLE + BUILD, cache=cache, compiler=str(compiler))
-    until(lambda: started.exists() and len(started.read_text().split()) == 4)
+    wait_until(lambda: started.exists() and len(started.read_text().split()) == 4)
     compilers = [psutil.Process(int(pid)) for pid in started.read_text().split()]
     assert len(list(cache.rglob("part.s"))) == 1
     process.send_signal(number)
@@ -183,7 +183,7 @@ def test_compilers_and_their_files_end_with_the_build(tmp_path: Path, number: in
     assert process.returncode != 0
     _, alive = psutil.wait_procs(compilers, timeout=PATIENCE_S)
     assert alive == []
-    until(lambda: not list(cache.rglob("build-*")))
+    wait_until(lambda: not list(cache.rglob("build-*")))
 
 
 def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:

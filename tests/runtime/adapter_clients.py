@@ -16,8 +16,8 @@ from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.process import engine_child
 from ostinato.runtime.types.adapters import ServedAdapter
 from tests.runtime.adapter_engine import token_of
-from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 ENDLESS = SamplingParams(max_tokens=90_000)
 SHORT = SamplingParams(max_tokens=3)

@@ -12,8 +12,8 @@ from ostinato.models.adapters.adapter_files import adapter_digest
 from ostinato.runtime.errors import InvalidRequestError
 from tests.runtime.adapter_clients import ENDLESS, SHORT, run, without_models
 from tests.runtime.adapter_engine import token_of, write_adapter
-from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -298,13 +298,6 @@ def refused(server: AudioServer, path: str = TRANSCRIPTIONS, **fields: Any) -> d
     return error
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def prompts(server: AudioServer) -> list[list[str]]:
     """The prompts of windows, as tokens."""
     tokenizer = server.engine.tokenizer

@@ -20,9 +20,9 @@ from tests.api.audio.audio_apps import (
     post,
     refused,
     serving,
-    wait_until,
     wav,
 )
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from tests.api.audio.audio_apps import (
     prompts,
     refused,
     serving,
-    wait_until,
     wav,
 )
+from tests.waiting import wait_until
 
 TEXT = "window 0 of it."
 LONG_TEXT = "window 0 of it. window 1 of it. window 2 of it."

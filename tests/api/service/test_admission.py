@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +12,7 @@ from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import DeadlineError, StartupError
 from ostinato.runtime.types.engine_info import EngineStats
 from tests.api.fake_client import HELLO, FakeClient
+from tests.waiting import wait_until
 
 KEYS = ["first-key", "second-key"]
 
@@ -23,14 +23,6 @@ def error_of(response) -> dict:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` is true; fails after 240 s."""
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 class TestKeys:

@@ -25,8 +25,8 @@ from tests.runtime.adapter_clients import (
     without_models,
 )
 from tests.runtime.adapter_engine import write_adapter
-from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

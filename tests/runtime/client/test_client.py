@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from ostinato.runtime.process.engine_child import LocalChild
 from ostinato.runtime.process.ipc import AddRequest, client_decoder
 from ostinato.runtime.types.outputs import RequestOutput
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -36,14 +36,6 @@ async def collect(client: EngineClient, request_id: str, prompt: list[int]) -> l
 
 def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
-
-
-async def until(condition: object) -> None:
-    """Polls until `condition` is true. Fails after 240 s, far more than a busy machine pauses."""
-    deadline = time.monotonic() + 240
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 def engine_pid(client: EngineClient) -> int:

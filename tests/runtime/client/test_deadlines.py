@@ -13,7 +13,8 @@ from ostinato import SamplingParams
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import DeadlineError
 from ostinato.runtime.types.outputs import RequestOutput
-from tests.runtime.client.test_client import engine_pid, run_with_own_client, until
+from tests.runtime.client.test_client import engine_pid, run_with_own_client
+from tests.waiting import until
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=2)
 

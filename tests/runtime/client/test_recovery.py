@@ -17,14 +17,8 @@ from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.process.ipc import AddRequest, ClientMessage
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 from ostinato.runtime.types.params import ThinkingLimit
-from tests.runtime.client.test_client import (
-    Run,
-    Scenario,
-    engine_pid,
-    run_with_own_client,
-    started,
-    until,
-)
+from tests.runtime.client.test_client import Run, Scenario, engine_pid, run_with_own_client, started
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.3, seed=7, max_tokens=60, ignore_eos=True)

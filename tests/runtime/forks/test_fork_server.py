@@ -14,6 +14,7 @@ import pytest
 
 from ostinato.runtime.forks.fork_server import ForkServer, JobError, JobLimits
 from ostinato.runtime.sandbox import Fault
+from tests.waiting import until
 
 LIMITS = JobLimits(memory_bytes=1 << 28)
 CHILD = "tests.runtime.forks.fork_child"
@@ -35,13 +36,6 @@ def run(
         assert pid is None or not psutil.pid_exists(pid)
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits until the condition holds; fails after four minutes."""
-    async with asyncio.timeout(240):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def sleeping(server: ForkServer) -> tuple[asyncio.Task[bytes], psutil.Process]:

@@ -38,8 +38,8 @@ from ostinato.runtime.secure_connection import (
     own_address,
     reached_at,
 )
-from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 LONG = SamplingParams(temperature=1.3, seed=7, max_tokens=200, ignore_eos=True)
 PROMPTS = [[5 + index, 6, 7, 8] * (1 + index) for index in range(6)]

@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 from ostinato.runtime.ranks.rank_activity import Activity, HangRule, read_activity
+from tests.waiting import wait_until
 
 WAITS = Activity(is_stopped=False, has_work=False, cpu_s=1.0)
 STOPPED = Activity(is_stopped=True, has_work=False, cpu_s=1.0)
@@ -60,13 +59,6 @@ def test_time_between_two_far_looks_counts_little() -> None:
     assert rule.tick(3600, 1, {0: WAITS, 1: STOPPED}) is None
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
-
-
 def test_the_activity_of_a_process_is_that_of_all_its_threads() -> None:
     code = (
         "import sys, threading, time\n"
@@ -84,13 +76,13 @@ def test_the_activity_of_a_process_is_that_of_all_its_threads() -> None:
             assert activity is not None
             return activity
 
-        wait_for(lambda: not now().has_work)
+        wait_until(lambda: not now().has_work)
         before = now().cpu_s
         process.stdin.write(b"\n")
         process.stdin.flush()
-        wait_for(lambda: now().has_work)
-        wait_for(lambda: now().cpu_s > before + 0.1)
+        wait_until(lambda: now().has_work)
+        wait_until(lambda: now().cpu_s > before + 0.1)
         os.kill(process.pid, signal.SIGSTOP)
-        wait_for(lambda: now().is_stopped and not now().has_work)
+        wait_until(lambda: now().is_stopped and not now().has_work)
         process.kill()
     assert read_activity(process.pid) is None

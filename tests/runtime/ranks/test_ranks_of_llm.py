@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from ostinato import LLM, SamplingParams
 from ostinato.models import demo
 from ostinato.runtime.errors import RankFailedError
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+from tests.waiting import wait_until
 
 # Sums in another order change the last bits of a logit. In float32 that changes no token.
 SETTINGS = (
@@ -67,13 +67,6 @@ def divided() -> Iterator[LLM]:
 def whole() -> Iterator[LLM]:
     with LLM(overrides=SETTINGS) as llm:
         yield llm
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def test_all_kinds_of_requests_have_the_tokens_of_one_rank(divided: LLM, whole: LLM) -> None:
@@ -216,4 +209,4 @@ def test_no_rank_outlives_a_program_that_is_killed(stops: bool) -> None:
         if stops:
             rank.suspend()
         program.kill()
-    wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)

@@ -18,10 +18,10 @@ import pytest
 
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.types.engine_info import RankInfo
-from tests.runtime.client.test_client import until
 from tests.runtime.nodes.test_nodes import Machine, lives
 from tests.runtime.ranks.test_rank_deaths import ranks_of, together
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 # A dead engine starts again almost at once, at most 50 times.
 RESTARTS = ("server.restart_backoff_s=0.01", "server.max_restarts=50")

@@ -25,7 +25,7 @@ from tests.runtime.adapter_clients import (
     without_models,
 )
 from tests.runtime.adapter_engine import write_adapter
-from tests.runtime.client.test_client import until
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.process.ipc import AddRequest, ClientMessage
 from ostinato.runtime.types.engine_info import EngineStats, continued, sum_stats
-from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 LONG = SamplingParams(temperature=1.3, seed=7, max_tokens=200, ignore_eos=True)
 PROMPTS = [[5 + index, 6, 7, 8] * (1 + index) for index in range(6)]

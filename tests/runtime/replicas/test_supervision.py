@@ -11,8 +11,8 @@ import pytest
 from ostinato import SamplingParams
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
-from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
+from tests.waiting import until
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 

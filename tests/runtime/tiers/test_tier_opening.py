@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ostinato.runtime.tiers.own_files import TierError
 from ostinato.runtime.tiers.tier_opening import TierOpening
+from tests.waiting import wait_until
 
 QUOTA = 1 << 30
 
@@ -24,13 +23,6 @@ def taken(root: Path, *files: Path, model: str = "a") -> Path:
     directory = opening(root, *files, model=model).take()
     directory.close()
     return directory.path
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def settled(file: Path, content: bytes) -> Path:
@@ -76,7 +68,7 @@ def test_a_start_waits_only_if_no_weights_are_read(tmp_path: Path) -> None:
 def test_an_end_during_the_opening_releases_the_folder(tmp_path: Path) -> None:
     root, pipe = tmp_path / "tier", tmp_path / "pipe"
     ready = opening(root)
-    wait_for(lambda: ready.is_done)
+    wait_until(lambda: ready.is_done)
     assert taken(root).name == "engine-1"
     ready.drop()
     assert taken(root).name == "engine-0"
@@ -84,7 +76,7 @@ def test_an_end_during_the_opening_releases_the_folder(tmp_path: Path) -> None:
     slow = opening(root, pipe)
     slow.drop()
     pipe.write_bytes(b"weights")
-    wait_for(lambda: slow.is_done)
+    wait_until(lambda: slow.is_done)
     names = sorted(path.name for path in root.glob("*/engine-*"))
     assert names == ["engine-0", "engine-0", "engine-1"]
     weights = tmp_path / "weights"
