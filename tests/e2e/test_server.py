@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.server_process import HTTP, ServerProcess
-from tests.waiting import wait_until
+from tests.waiting import repeat_if_late, wait_until
 
 MODEL = "ostinato-demo"
 QUESTION = [{"role": "user", "content": "What is a block table?"}]
@@ -209,9 +209,18 @@ class TestDisconnect:
     def test_ends_the_request(self, server, stream):
         request_id = f"gone-{stream}"
         body = {"prompt": "Once", **LONG, "n": 32, "stream": stream, "request_id": request_id}
+
+        def attempt() -> str | None:
+            """Leave after the first bytes. Returns None if the request has ended before."""
+            url = f"{server.url}/v1/completions"
+            with ExitStack() as held, HTTP.stream("POST", url, json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                held.enter_context(server.held_engine())
+                return request_id if server.load() else None
+
         if stream:
-            with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-                next(response.iter_bytes())
+            repeat_if_late(attempt)
         else:
             with server.held_engine(), server.sent("/v1/completions", body, request_id):
                 pass
@@ -319,33 +328,38 @@ class TestTheWayDown:
 
     def test_a_second_signal_cuts_off(self):
         with ServerProcess() as server:
-            with HTTP.stream(
-                "POST",
-                f"{server.url}/v1/completions",
-                json={"prompt": "Once", **LONG, "n": 32, "stream": True},
-            ) as response:
-                lines = response.iter_lines()
-                next(lines)
-                with server.held_engine():
-                    server.signal(signal.SIGINT)
-                    server.wait_for_line("unfinished sequences: ")
-                    server.signal(signal.SIGINT)
-                    last = [line for line in lines if line][-1]
+            body = {"prompt": "Once", **LONG, "n": 32, "stream": True}
+
+            def attempt() -> str | None:
+                with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                    lines = response.iter_lines()
+                    next(lines)
+                    with server.held_engine():
+                        if not server.load():
+                            return None
+                        server.signal(signal.SIGINT)
+                        server.wait_for_line("unfinished sequences: ")
+                        server.signal(signal.SIGINT)
+                        return [line for line in lines if line][-1]
+
+            last = repeat_if_late(attempt)
             assert "error" in json.loads(last[6:])
             assert server.wait() == 128 + signal.SIGINT
 
     def test_an_engine_that_stays_down_is_an_error_not_a_hang(self):
         with ServerProcess("server.max_restarts=0") as server:
-            with HTTP.stream(
-                "POST",
-                f"{server.url}/v1/chat/completions",
-                # This takes seconds on any machine.
-                json={"messages": QUESTION, **LONG, "n": 64, "stream": True},
-            ) as response:
-                lines = response.iter_lines()
-                next(lines)
-                server.engine.kill()
-                events = [line for line in lines if line]
+            url = f"{server.url}/v1/chat/completions"
+            body = {"messages": QUESTION, **LONG, "n": 64, "stream": True}
+
+            def attempt() -> list[str] | None:
+                with HTTP.stream("POST", url, json=body) as response:
+                    lines = response.iter_lines()
+                    next(lines)
+                    if not server.kill_busy_engine():
+                        return None
+                    return [line for line in lines if line]
+
+            events = repeat_if_late(attempt)
             assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
             health = HTTP.get(f"{server.url}/health")
             assert health.status_code == 503

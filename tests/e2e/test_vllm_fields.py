@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.json_requests import CHAT, COMPLETIONS, HI, post, refused
 from tests.e2e.server_process import HTTP, ServerProcess
+from tests.waiting import repeat_if_late, wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
 # The reply repeats one token.
@@ -93,13 +94,17 @@ class TestRepetitionDetection:
 
     def test_after_an_engine_that_died(self, server):
         fields = {**ONE_TOKEN, "max_tokens": 480, "repetition_detection": repetition(1, 250)}
-        before = num_restarts(server)
-        chunks = []
-        for chunk in lines(server, COMPLETIONS, prompt="Once", **fields):
-            if not chunks:
-                server.engine.kill()
-            chunks.append(chunk["choices"][0])
-        assert num_restarts(server) == before + 1
+        before = server.num_restarts()
+
+        def attempt() -> list[dict[str, Any]] | None:
+            chunks = lines(server, COMPLETIONS, prompt="Once", **fields)
+            first = next(chunks)
+            if not server.kill_busy_engine():
+                return None
+            return [chunk["choices"][0] for chunk in (first, *chunks)]
+
+        chunks = repeat_if_late(attempt)
+        wait_until(lambda: server.num_restarts() == before + 1)
         assert [token for chunk in chunks for token in chunk["token_ids"]] == [300] * 250
         assert chunks[-1]["finish_reason"] == "repetition"
 
@@ -402,7 +407,3 @@ def logprobs_of(chunks: list[dict[str, Any]]) -> list[Any]:
             strict=True,
         )
     ]
-
-
-def num_restarts(server: ServerProcess) -> float:
-    return sum(number for name, number in server.metrics().items() if "restarts_total" in name)
