@@ -7,9 +7,10 @@ tests/runtime/replicas/test_replicas.py tests the choice of the engine.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -19,9 +20,9 @@ import pytest
 from tests.e2e.json_requests import COMPLETIONS
 from tests.e2e.server_process import HTTP, ServerProcess
 from tests.e2e.streams import Streams, body
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, repeat_if_late, wait_until
 
-NUM_STREAMS = 20
+REQUESTS = [(COMPLETIONS, body(number)) for number in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def expected(server: ServerProcess) -> list[list[Any]]:
     """The events of undisturbed streams."""
-    return asyncio.run(streams(server).run())
-
-
-def streams(server: ServerProcess) -> Streams:
-    return Streams(server.url, [(COMPLETIONS, body(number)) for number in range(NUM_STREAMS)])
+    return asyncio.run(Streams(server.url, REQUESTS).run())
 
 
 def engines(server: ServerProcess) -> list[dict[str, Any]]:
@@ -66,42 +63,62 @@ def restarts(server: ServerProcess) -> dict[tuple[str, str], float]:
     }
 
 
-async def all_serve(server: ServerProcess) -> None:
-    await until(lambda: all(one["state"] == "serving" for one in engines(server)))
+def all_serve(server: ServerProcess) -> bool:
+    return all(one["state"] == "serving" for one in engines(server))
 
 
 def post(server: ServerProcess, path: str) -> httpx.Response:
-    return HTTP.post(f"{server.url}{path}", timeout=250)
+    return HTTP.post(f"{server.url}{path}")
+
+
+def disturbed(
+    server: ServerProcess, num_lines: int, act: Callable[[list[psutil.Process]], object]
+) -> list[list[Any]]:
+    """The events of streams; `act` is called with the engines when so many lines have come.
+
+    Meanwhile the engines are suspended, and each of them has requests. Engines that `act` removes
+    from the list stay suspended.
+    """
+
+    def attempt() -> list[list[Any]] | None:
+        is_done = False
+
+        def on_line(number: int) -> None:
+            nonlocal is_done
+            if number != num_lines:
+                return
+            suspended = [psutil.Process(pid) for pid in pids(server)]
+            for engine in suspended:
+                engine.suspend()
+            try:
+                if min(one["num_unfinished"] for one in engines(server)) > 0:
+                    act(suspended)
+                    is_done = True
+            finally:
+                for engine in suspended:
+                    with suppress(psutil.NoSuchProcess):  # `act` has killed it
+                        engine.resume()
+
+        said = asyncio.run(Streams(server.url, REQUESTS, on_line).run())
+        return said if is_done else None
+
+    return repeat_if_late(attempt)
 
 
 def test_streams_go_on_in_the_other_engine(
     server: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    async def scenario() -> None:
-        running = streams(server)
-        task = asyncio.create_task(running.run())
-        await until(lambda: running.num_lines >= NUM_STREAMS * 20)
-        before = [one["num_unfinished"] for one in engines(server)]
-        assert min(before) > 0, "the router left an engine without work"
-        os.kill(pids(server)[0], signal.SIGKILL)
-        assert await task == expected
-        await all_serve(server)
-
-    asyncio.run(scenario())
-    counts = restarts(server)
-    assert (counts["0", "killed"], counts["1", "killed"]) == (1, 0)
+    before = restarts(server)
+    assert disturbed(server, 400, lambda engines: engines[0].kill()) == expected
+    wait_until(lambda: all_serve(server))
+    after = restarts(server)
+    assert after["0", "killed"] == before["0", "killed"] + 1
+    assert after["1", "killed"] == before["1", "killed"]
 
 
-def test_a_drain_and_a_reload_lose_no_event(
-    server: ServerProcess, expected: list[list[Any]]
-) -> None:
-    old = pids(server)
-
-    async def scenario() -> None:
-        running = streams(server)
-        task = asyncio.create_task(running.run())
-        await until(lambda: running.num_lines >= NUM_STREAMS * 5)
-        drained = await asyncio.to_thread(post, server, "/engines/1/drain?timeout_s=0")
+def test_a_drain_loses_no_event(server: ServerProcess, expected: list[list[Any]]) -> None:
+    def drain(_: list[psutil.Process]) -> None:
+        drained = post(server, "/engines/1/drain?timeout_s=0")
         assert drained.json()["num_moved"] > 0
         assert [one["state"] for one in engines(server)] == ["serving", "drained"]
         assert engines(server)[1]["num_unfinished"] == 0
@@ -111,28 +128,32 @@ def test_a_drain_and_a_reload_lose_no_event(
         assert post(server, "/engines/1/resume").status_code == 200
         assert post(server, "/engines/2/resume").status_code == 404
         assert post(server, "/engines/0/drain?timeout_s=-1").status_code == 400
-        reloaded = await asyncio.to_thread(post, server, "/reload_weights?timeout_s=0")
-        assert reloaded.status_code == 200, reloaded.text
-        assert await task == expected
 
-    asyncio.run(scenario())
+    assert disturbed(server, 100, drain) == expected
+    assert all_serve(server)
+
+
+def test_a_reload_loses_no_event(server: ServerProcess, expected: list[list[Any]]) -> None:
+    old = pids(server)
+    with ThreadPoolExecutor(1) as pool:
+        reloads: list[Future[httpx.Response]] = []
+
+        def reload(_: list[psutil.Process]) -> None:
+            reloads.append(pool.submit(post, server, "/reload_weights?timeout_s=0"))
+
+        assert disturbed(server, 100, reload) == expected
+        (reloaded,) = (one.result() for one in reloads)
+    assert reloaded.status_code == 200, reloaded.text
     assert set(old).isdisjoint(pids(server))
-    assert [one["state"] for one in engines(server)] == ["serving", "serving"]
+    assert all_serve(server)
 
 
 def test_a_frozen_engine_is_killed_and_its_streams_go_on(
     server: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    async def scenario() -> None:
-        running = streams(server)
-        task = asyncio.create_task(running.run())
-        await until(lambda: running.num_lines >= NUM_STREAMS * 5)
-        os.kill(pids(server)[1], signal.SIGSTOP)
-        assert await task == expected
-        await all_serve(server)
-
     before = restarts(server)
-    asyncio.run(scenario())
+    assert disturbed(server, 100, lambda engines: engines.pop(1)) == expected
+    wait_until(lambda: all_serve(server))
     assert restarts(server)["1", "hang"] >= before["1", "hang"] + 1
 
 
@@ -140,18 +161,14 @@ def test_a_frozen_engine_is_killed_and_its_streams_go_on(
 def test_streams_survive_the_death_of_both_engines(
     server: ServerProcess, expected: list[list[Any]]
 ) -> None:
-    async def scenario() -> None:
-        running = streams(server)
-        task = asyncio.create_task(running.run())
-        await until(lambda: running.num_lines >= NUM_STREAMS * 20)
-        for pid in pids(server):
-            os.kill(pid, signal.SIGKILL)
-        await until(lambda: HTTP.get(f"{server.url}/ready").json()["status"] == "restarting")
-        assert await task == expected
-        await all_serve(server)
+    def kill_both(engines: list[psutil.Process]) -> None:
+        for engine in engines:
+            engine.kill()
+        wait_until(lambda: HTTP.get(f"{server.url}/ready").json()["status"] == "restarting")
 
     before = restarts(server)
-    asyncio.run(scenario())
+    assert disturbed(server, 400, kill_both) == expected
+    wait_until(lambda: all_serve(server))
     after = restarts(server)
     for engine in ("0", "1"):
         assert after[engine, "killed"] == before[engine, "killed"] + 1
