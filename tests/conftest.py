@@ -85,7 +85,7 @@ def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
 
     The mark `compiles_late` allows it. Each monitor logs the first compilation of each kind and
     shape (graphs/compile_monitor.py). For engines in other processes, `ServerProcess`
-    checks the log, and tests/runtime/client/test_client.py checks the engine's statistics.
+    checks the log, and tests/runtime/client/engine_clients.py checks the engine's statistics.
     """
     logger = logging.getLogger("ostinato.graphs.compile_monitor")
     level, collector = logger.level, _Collector()

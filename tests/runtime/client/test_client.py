@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,11 +22,11 @@ from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, Startu
 from ostinato.runtime.process.engine_child import LocalChild
 from ostinato.runtime.process.ipc import AddRequest, client_decoder
 from ostinato.runtime.types.outputs import RequestOutput
+from tests.runtime.client.engine_clients import ENDLESS, Run, Scenario, engine_pid, started
 from tests.runtime.tiny import tiny_config
 from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
 async def collect(client: EngineClient, request_id: str, prompt: list[int]) -> list[RequestOutput]:
@@ -36,26 +35,6 @@ async def collect(client: EngineClient, request_id: str, prompt: list[int]) -> l
 
 def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
-
-
-def engine_pid(client: EngineClient) -> int:
-    assert client.engine_pid is not None
-    return client.engine_pid
-
-
-Scenario = Callable[[EngineClient], Awaitable[None]]
-Run = Callable[[Scenario], None]
-
-
-@asynccontextmanager
-async def started(*overrides: str) -> AsyncIterator[EngineClient]:
-    client = EngineClient(tiny_config(*overrides))
-    try:
-        await client.start()
-        yield client
-        assert client.stats.late_compiles == []
-    finally:
-        await client.close()
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +51,6 @@ def run_with_client() -> Iterator[Run]:
         client = runner.run(own.__aenter__())
         yield lambda scenario: runner.run(run(scenario))
         runner.run(own.__aexit__(None, None, None))
-
-
-def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
-    """Runs a scenario with a client of its own. The scenario may kill the client's engine."""
-
-    async def run() -> None:
-        async with started(*overrides) as client:
-            await scenario(client)
-
-    asyncio.run(run())
 
 
 def test_a_request_passes_three_modules_on_its_way_to_the_socket(
@@ -167,7 +136,7 @@ def test_closing_a_stream_aborts_it_in_the_engine(
         await anext(stream)
         await stream.aclose()
         await until(lambda: client.stats.num_running == 0)
-        assert client.stats.num_output_tokens < before + 200
+        assert client.stats.num_output_tokens < before + (ENDLESS.max_tokens or 0)
         assert client.num_unfinished == 0
 
     run_with_client(scenario)

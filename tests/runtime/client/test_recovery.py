@@ -17,8 +17,15 @@ from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.process.ipc import AddRequest, ClientMessage
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 from ostinato.runtime.types.params import ThinkingLimit
-from tests.runtime.client.test_client import Run, Scenario, engine_pid, run_with_own_client, started
-from tests.waiting import until
+from tests.runtime.client.engine_clients import (
+    ENDLESS,
+    Run,
+    Scenario,
+    engine_pid,
+    run_with_own_client,
+    started,
+)
+from tests.waiting import repeat_if_late, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.3, seed=7, max_tokens=60, ignore_eos=True)
@@ -186,23 +193,33 @@ def test_a_beam_search_is_cleared_while_it_runs_and_delays_no_other_request(
     async def outputs_of(client: EngineClient) -> dict[int, Answer]:
         return answers([one async for one in client.generate("beams", [5, 6, 7], search)])
 
-    async def scenario(client: EngineClient) -> None:
-        before = Counter(client.restarts)
-        expected = await outputs_of(client)
-        task = asyncio.create_task(outputs_of(client))
-        stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=240))
-        # A request that makes no progress between the two kills would end with an error.
-        for _ in range(2):
-            await until(lambda: client.is_alive and is_running(client, "beams"))
-            await anext(stream)
-            await kill(client, signal.SIGSEGV)
-            await until(lambda: client.is_alive and num_quarantined(client) == 0)
-            assert not task.done(), "the search ended before it could be quarantined"
-        await stream.aclose()
-        assert await task == expected
-        assert Counter(client.restarts) - before == {"crash": 2}
+    def attempt() -> bool | None:
+        is_early = True
 
-    run_with_client(scenario)
+        async def scenario(client: EngineClient) -> None:
+            nonlocal is_early
+            before = Counter(client.restarts)
+            expected = await outputs_of(client)
+            task = asyncio.create_task(outputs_of(client))
+            stream = client.generate("stream", [8, 9, 7], ENDLESS)
+            # A request that makes no progress between the two kills would end with an error.
+            for _ in range(2):
+                await until(
+                    lambda: client.is_alive and (task.done() or is_running(client, "beams"))
+                )
+                await anext(stream)
+                await kill(client, signal.SIGSEGV)
+                await until(lambda: client.is_alive and num_quarantined(client) == 0)
+                # Otherwise the search ended before it could be quarantined.
+                is_early = is_early and not task.done()
+            await stream.aclose()
+            assert await task == expected
+            assert Counter(client.restarts) - before == {"crash": 2}
+
+        run_with_client(scenario)
+        return is_early or None
+
+    repeat_if_late(attempt)
 
 
 def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
@@ -241,7 +258,7 @@ def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
 
 def test_too_many_restarts_end_in_an_error_that_says_so() -> None:
     async def scenario(client: EngineClient) -> None:
-        stream = client.generate("r", [5, 6, 7], like(GREEDY, max_tokens=240))
+        stream = client.generate("r", [5, 6, 7], ENDLESS)
         await anext(stream)
         await kill(client)
         await until(lambda: client.is_alive)
@@ -255,11 +272,22 @@ def test_too_many_restarts_end_in_an_error_that_says_so() -> None:
     run_with_own_client(scenario, "server.max_restarts=1")
 
 
-def test_requests_that_come_or_go_during_a_restart(run_with_client: Run) -> None:
+def test_requests_that_come_or_go_during_a_restart(
+    run_with_client: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(client: EngineClient) -> None:
-        gone = client.generate("gone", [5, 6], like(GREEDY, max_tokens=240))
+        may_start = asyncio.Event()
+        launcher = client.replicas[0]._launcher
+        spawn = launcher.spawn
+
+        async def spawn_later() -> object:
+            await may_start.wait()
+            return await spawn()
+
+        monkeypatch.setattr(launcher, "spawn", spawn_later)
+        gone = client.generate("gone", [5, 6], ENDLESS)
         await anext(gone)
-        aborted = client.generate("aborted", [7, 6], like(GREEDY, max_tokens=240))
+        aborted = client.generate("aborted", [7, 6], ENDLESS)
         await anext(aborted)
         os.kill(engine_pid(client), signal.SIGKILL)
         await until(lambda: client.restart_reason is not None)
@@ -267,6 +295,7 @@ def test_requests_that_come_or_go_during_a_restart(run_with_client: Run) -> None
         late = asyncio.create_task(anext(client.generate("late", [8, 8], GREEDY)))
         await gone.aclose()
         await client.abort("aborted")
+        may_start.set()
         assert [output.finish_reason async for output in aborted][-1] == "abort"
         assert (await late).new_token_ids
         assert client.is_alive

@@ -11,10 +11,11 @@ import pytest
 from ostinato import SamplingParams
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
-from tests.runtime.tiny import tiny_config
+from tests.runtime.client.engine_clients import long_config
 from tests.waiting import until
 
-LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+# The engine works on this for a second or more, so it is killed meanwhile.
+LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 
 
 async def _tokens(client: EngineClient, begun: asyncio.Event) -> list[int]:
@@ -30,7 +31,7 @@ def test_a_restart_that_fails(error: Exception, monkeypatch: pytest.MonkeyPatch)
     """The system's error is tried again. After a fault of the program, requests end with an error."""
 
     async def scenario() -> None:
-        client = EngineClient(tiny_config("server.restart_backoff_s=0.01"))
+        client = EngineClient(long_config("server.restart_backoff_s=0.01"))
         await client.start()
         try:
             [replica] = client.replicas
@@ -47,7 +48,7 @@ def test_a_restart_that_fails(error: Exception, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(replica._launcher, "spawn", fail_once)
             os.kill(replica.pid or 0, signal.SIGKILL)
             if isinstance(error, OSError):
-                assert len(await answer) == 200
+                assert len(await answer) == LONG.max_tokens
                 await until(lambda: replica.status.state == "serving")
                 return
             with pytest.raises(EngineDeadError, match="its supervision failed"):
