@@ -17,7 +17,7 @@ from ostinato.runtime.process import engine_child
 from ostinato.runtime.types.adapters import ServedAdapter
 from tests.runtime.adapter_engine import token_of
 from tests.runtime.tiny import tiny_config
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 ENDLESS = SamplingParams(max_tokens=90_000)
 SHORT = SamplingParams(max_tokens=3)
@@ -50,7 +50,7 @@ async def started(
 
 
 def run(scenario: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))  # type: ignore[arg-type]
 
 
 async def tokens(

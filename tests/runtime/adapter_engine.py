@@ -5,6 +5,7 @@ slot that is overwritten while a request uses it changes the request's tokens. `
 of an adapter can have these keys:
 
     seconds   how long its load takes
+    file      its load ends when the file with this path exists
     error     why it cannot be loaded
     deaths    how many engine processes its load kills; each leaves a file `death-PID`
 """
@@ -78,10 +79,10 @@ class _Engine:
     def ended_loads(self) -> list[UtilityReply]:
         now, replies = time.monotonic(), []
         for end, message in list(self.loads):
-            if now < end:
+            config = json.loads((Path(message.path) / "adapter_config.json").read_text())
+            if now < end or ("file" in config and not Path(config["file"]).exists()):
                 continue
             self.loads.remove((end, message))
-            config = json.loads((Path(message.path) / "adapter_config.json").read_text())
             if "error" in config:
                 replies.append(UtilityReply(message.call_id, config["error"], is_refused=True))
             else:

@@ -66,7 +66,8 @@ def test_adapters_are_loaded_when_they_are_named(tmp_path: Path) -> None:
 def test_an_adapter_in_use_is_not_replaced_and_a_cancelled_load_is_found_again(
     tmp_path: Path,
 ) -> None:
-    one = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", seconds=0.3)))
+    end = tmp_path / "end of the load"
+    one = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", file=str(end))))
     other = LoRARequest("b", 2, str(write_adapter(tmp_path / "b")))
 
     async def scenario() -> None:
@@ -76,6 +77,9 @@ def test_an_adapter_in_use_is_not_replaced_and_a_cancelled_load_is_found_again(
             first = asyncio.create_task(tokens(engine, one))
             await until(lambda: adapters.num_free == 0)
             first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            end.touch()
             assert await tokens(engine, one) == {token_of(adapter_digest(tmp_path / "a"))}
             assert await engine.list_loras() == {1}
             stream = engine.generate([5], ENDLESS, lora_request=one)

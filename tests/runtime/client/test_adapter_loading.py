@@ -202,11 +202,13 @@ def test_loads_of_one_name_and_a_caller_that_is_gone(tmp_path: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await load
             assert free_slots(client) == 1, "the engine still writes into the slot"
+            end.touch()
             await until(lambda: client.adapters.get("slow") is not None)
             assert await tokens(client, client.adapters.get("slow"))
             await stream.aclose()
 
-    write_adapter(tmp_path / "slow", seconds=0.4)
+    end = tmp_path / "end of the load"
+    write_adapter(tmp_path / "slow", file=str(end))
     run(scenario())
 
 

@@ -156,7 +156,7 @@ def test_a_load_when_no_engine_is_started_again(tmp_path: Path) -> None:
             assert free_slots(client) == 1
 
     write_adapter(tmp_path / "x")
-    write_adapter(tmp_path / "slow", seconds=60)
+    write_adapter(tmp_path / "slow", file="/nowhere")
     run(scenario())
 
 
@@ -168,7 +168,7 @@ def test_a_close_during_a_load_ends_it(tmp_path: Path) -> None:
         with pytest.raises(EngineDeadError):
             await load
 
-    write_adapter(tmp_path / "slow", seconds=60)
+    write_adapter(tmp_path / "slow", file="/nowhere")
     run(scenario())
 
 
