@@ -15,6 +15,11 @@ namespace ostinato::moe {
 
 using linear::Problem;
 
+// A tensor without its first dimension, at the first expert.
+inline Tensor first_expert(const Tensor& stack) {
+  return {stack.handle, stack.data, stack.sizes + 1, stack.strides + 1, stack.dim - 1, stack.dtype};
+}
+
 // The pairs of each expert that has pairs.
 struct ExpertRows {
   struct Expert {
@@ -63,6 +68,15 @@ struct ExpertCall {
     return x.as<char>() + pair / pairs_per_row() * x.strides[0] * element_size(x.dtype);
   }
 };
+
+// Reads the arguments from the bias to the residual.
+inline void read_call(Call& call, ExpertCall& c) {
+  c.bias = call.optional_tensor();
+  c.out_features = call.integer();
+  c.routing_weights = call.optional_tensor();
+  c.residual = call.optional_tensor();
+  c.threads = call.threads();
+}
 
 inline void check(const ExpertCall& c) {
   const int64_t tokens = c.ids.dim == 2 ? c.ids.sizes[0] : 0;
@@ -226,6 +240,18 @@ inline void combine(const ExpertCall& c) {
   if (c.sums == nullptr || c.ids.sizes[0] == 0) return;
   if (c.x.dtype == DType::float32) return combine<float>(c);
   combine<BFloat16>(c);
+}
+
+// Checks the call, calls run(rows, problems), and gives the result.
+template <class Run>
+void multiply_and_give(Call& call, ExpertCall& c, int64_t num_experts, const Run& run) {
+  c.num_experts = num_experts;
+  check(c);
+  const ExpertRows rows(c.ids, num_experts);
+  allocate(call, c);
+  run(rows, expert_problems(call, c, rows));
+  combine(c);
+  call.give(c.out);
 }
 
 }  // namespace ostinato::moe

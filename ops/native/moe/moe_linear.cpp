@@ -37,11 +37,6 @@ struct Experts {
   Weight matrix(int64_t expert) const { return first.next(expert); }
 };
 
-// A tensor without its first dimension, at the first expert.
-Tensor first_expert(const Tensor& stack) {
-  return {stack.handle, stack.data, stack.sizes + 1, stack.strides + 1, stack.dim - 1, stack.dtype};
-}
-
 Experts<PackedWeight> packed_experts(const Tensor& weight, int64_t out_features, int64_t in_features) {
   OSTINATO_CHECK(weight.dim == 5, "the weight must have five dimensions: [experts, panels, steps, 32, values of K]");
   const Experts<PackedWeight> experts{{first_expert(weight), out_features, in_features}, weight.sizes[0]};
@@ -85,26 +80,6 @@ void run_bfloat16(const ExpertCall& c, const ExpertRows& rows, const Experts<Wei
   } else {
     run(BFloat16{});
   }
-}
-
-void read_call(Call& call, ExpertCall& c) {
-  c.bias = call.optional_tensor();
-  c.out_features = call.integer();
-  c.routing_weights = call.optional_tensor();
-  c.residual = call.optional_tensor();
-  c.threads = call.threads();
-}
-
-// Checks the call, calls run(rows, problems), and gives the result.
-template <class Run>
-void multiply_and_give(Call& call, ExpertCall& c, int64_t num_experts, const Run& run) {
-  c.num_experts = num_experts;
-  check(c);
-  const ExpertRows rows(c.ids, num_experts);
-  allocate(call, c);
-  run(rows, expert_problems(call, c, rows));
-  combine(c);
-  call.give(c.out);
 }
 
 // packed_moe_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, SymInt out_features, Tensor? routing_weights,

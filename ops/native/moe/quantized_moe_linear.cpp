@@ -20,8 +20,7 @@ struct QuantizedExperts {
   QuantizedExperts(const Tensor& tensor, int64_t out_features, int64_t in_features, const QuantFormat& format)
       : shape(out_features, in_features, format) {
     OSTINATO_CHECK(tensor.dim == 3, "the weight must have three dimensions: [experts, panels, bytes]");
-    const Tensor first{tensor.handle, tensor.data, tensor.sizes + 1, tensor.strides + 1, 2, tensor.dtype};
-    data = QuantizedWeight(first, out_features, in_features, format).data;  // checks it
+    data = QuantizedWeight(first_expert(tensor), out_features, in_features, format).data;  // checks it
     count = tensor.sizes[0];
     OSTINATO_CHECK(count <= 1 || tensor.strides[0] == shape.bytes(),
                    "the experts' quantised matrices must lie one after the other");
@@ -105,27 +104,18 @@ void quantized_moe_linear(Call& call) {
   c.x = call.tensor();
   c.ids = call.tensor();
   const Tensor weight = call.tensor();
-  c.bias = call.optional_tensor();
-  c.out_features = call.integer();
-  c.routing_weights = call.optional_tensor();
-  c.residual = call.optional_tensor();
+  read_call(call, c);
   const QuantFormat format = linear::read_format(call);
-  c.threads = call.threads();
   OSTINATO_CHECK(c.x.dim == 2, "x must be a matrix");
   const QuantizedExperts experts(weight, c.out_features, c.x.sizes[1], format);
-  c.num_experts = experts.count;
-  check(c);
-  const ExpertRows rows(c.ids, experts.count);
-  allocate(call, c);
-  const std::vector<Problem> problems = expert_problems(call, c, rows);
-  switch (format.widening()) {
-    case linear::kBytes: run<linear::kBytes>(c, rows, experts, problems); break;
-    case linear::kHalves: run<linear::kHalves>(c, rows, experts, problems); break;
-    case linear::kTable: run<linear::kTable>(c, rows, experts, problems); break;
-    case linear::kFloat8: run<linear::kFloat8>(c, rows, experts, problems); break;
-  }
-  combine(c);
-  call.give(c.out);
+  multiply_and_give(call, c, experts.count, [&](const ExpertRows& rows, const std::vector<Problem>& problems) {
+    switch (format.widening()) {
+      case linear::kBytes: return run<linear::kBytes>(c, rows, experts, problems);
+      case linear::kHalves: return run<linear::kHalves>(c, rows, experts, problems);
+      case linear::kTable: return run<linear::kTable>(c, rows, experts, problems);
+      case linear::kFloat8: return run<linear::kFloat8>(c, rows, experts, problems);
+    }
+  });
 }
 
 }  // namespace
