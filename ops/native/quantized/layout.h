@@ -16,8 +16,9 @@
 // bytes. Kernels skip these bytes or multiply them by activations of 0.
 #pragma once
 
-#include "linear/layout.h"
+#include "core/elements.h"
 #include "core/simd.h"
+#include "linear/layout.h"
 
 #include <string>
 
@@ -72,6 +73,11 @@ inline QuantFormat read_format(Call& call) {
                      : factors == "float16" ? DType::float16
                                             : DType::float32;
   return {static_cast<int>(bits), group_size, symmetric, type, kind == "minimums", kind == "e2m1", kind == "e4m3"};
+}
+
+// Rounds one factor of a group's header to its dtype.
+inline void store_factor(const QuantFormat& format, float value, uint8_t* header, int64_t index) {
+  with_element(format.factors, [&]<class T>(T) { from_float(value, reinterpret_cast<T*>(header) + index); });
 }
 
 // V vectors of factors of a group's header, from the first-th factor on.

@@ -176,16 +176,7 @@ void gather(const StoredPart& part, const Words* __restrict words, const int32_t
 template <class Read>
 void write_factors(const QuantFormat& format, const PanelRows& rows, uint8_t* header, const Read& read) {
   std::memset(header, 0, kPanel * format.factor_bytes());
-  for (int c = 0; c < rows.count; ++c) {
-    const float value = read(rows.row + c);
-    if (format.factors == DType::bfloat16) {
-      from_float(value, reinterpret_cast<BFloat16*>(header) + c);
-    } else if (format.factors == DType::float16) {
-      from_float(value, reinterpret_cast<Float16*>(header) + c);
-    } else {
-      reinterpret_cast<float*>(header)[c] = value;
-    }
-  }
+  for (int c = 0; c < rows.count; ++c) store_factor(format, read(rows.row + c), header, c);
 }
 
 template <class T>

@@ -11,16 +11,6 @@
 namespace ostinato::linear {
 namespace {
 
-void store_factor(const QuantFormat& format, float value, uint8_t* header, int64_t index) {
-  if (format.factors == DType::bfloat16) {
-    from_float(value, reinterpret_cast<BFloat16*>(header) + index);
-  } else if (format.factors == DType::float16) {
-    from_float(value, reinterpret_cast<Float16*>(header) + index);
-  } else {
-    reinterpret_cast<float*>(header)[index] = value;
-  }
-}
-
 // The tensors that pack_quantized packs.
 struct Stored {
   Tensor values;  // [N, K]
