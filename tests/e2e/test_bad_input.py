@@ -15,7 +15,7 @@ from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.e2e.number_fields import Endpoint, Place, check_numbers, places
 from tests.e2e.server_process import HTTP, ServerProcess
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -45,7 +45,7 @@ def server(server: ServerProcess) -> Iterator[ServerProcess]:
     before = num_faults()
     yield server
     # After the tests of this module no request is left and the server still works.
-    assert server.metrics()["ostinato_requests_running"] == 0
+    wait_until(lambda: server.metrics()["ostinato_requests_running"] == 0)
     reply = HTTP.post(server.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 1})
     assert reply.status_code == 200
     assert num_faults() == before

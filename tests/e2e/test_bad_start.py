@@ -143,12 +143,17 @@ def test_a_signal_while_it_starts(short_path):
             text=True,
             env={**os.environ, "TMPDIR": str(scratch)},
         )
+    engines = {}
     try:
         for number, server in servers.items():
             assert server.stdout is not None, "stdout=PIPE"
             assert "answers 503 until" in server.stdout.readline()
-            engine = engine_of(server.pid)
+            engines[number] = engine_of(server.pid)
+            engines[number].suspend()  # it cannot be ready before the signal
+        for number, server in servers.items():
+            engine = engines[number]
             server.send_signal(number)
+            engine.resume()
             _, text = server.communicate(timeout=PATIENCE_S)
             assert server.returncode == 0
             # The engine may already have reported its first layers.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.e2e.server_process import SMALL
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OVERRIDES = [one for one in SMALL if not one.startswith("server.")]
@@ -46,11 +46,12 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
     source.write_text("\n".join(map(json.dumps, requests)))
 
     process = subprocess.Popen(command(source, target), cwd=_ROOT, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if target.is_file() and target.read_bytes().count(b"\n") >= 5:
-            break
-        time.sleep(0.02)
+    wait_until(
+        lambda: (
+            process.poll() is not None
+            or (target.is_file() and target.read_bytes().count(b"\n") >= 5)
+        )
+    )
     process.kill()
     process.communicate()
     before = target.read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from ostinato.conf.root import RunConfig
 from ostinato.runtime.types.outputs import GenerationOutput
 from ostinato.runtime.types.tier_stats import TierStats
 from tests.runtime.tiny import tiny_config
+from tests.waiting import wait_until
 
 __all__ = ("disk", "facts", "num_cached", "opened", "tiny_disk", "wait_for_disk")
 
@@ -34,10 +34,12 @@ def disk(llm: LLM) -> TierStats:
 
 def wait_for_disk(llm: LLM) -> None:
     """Step until the directory is open. It is opened on a thread."""
-    end = time.monotonic() + 120
-    while not disk(llm).num_places:
-        assert time.monotonic() < end, "the disk was not opened in time"
+
+    def is_open() -> bool:
         llm._engine.step()
+        return disk(llm).num_places > 0
+
+    wait_until(is_open, "the disk was not opened in time")
 
 
 @contextmanager

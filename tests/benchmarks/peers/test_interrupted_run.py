@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 
 from ostinato.benchmarks import peers
 from ostinato.benchmarks.peers.__main__ import main
+from tests.waiting import wait_until
 
 # An engine that takes 0.1 ms for each token.
 DRIVER = f"""#!{sys.executable}
@@ -50,10 +50,7 @@ def test_a_run_that_is_ended_keeps_its_complete_rounds(
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as run:
-        deadline = time.monotonic() + 60
-        while read(path)["rounds"]["complete"] < 2 and run.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: read(path)["rounds"]["complete"] >= 2 or run.poll() is not None)
         engines = psutil.Process(run.pid).children(recursive=True)
         run.send_signal(signal.SIGHUP)  # nohup ignores it
         run.terminate()

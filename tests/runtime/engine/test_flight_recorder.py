@@ -19,6 +19,7 @@ from ostinato.runtime.engine.flight_recorder import (
     read_flight,
 )
 from tests.confinement import full
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -116,7 +117,7 @@ def test_it_survives_sigkill(tmp_path: Path) -> None:
     with process.stdout:
         assert process.stdout.readline() == "written\n"
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(PATIENCE_S)
     kept = keep_flight(path, str(tmp_path / "dumps"), "killed")
     assert kept is not None
     dump = json.loads(kept.read_text())

@@ -6,7 +6,6 @@ import hashlib
 import random
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from ostinato.runtime.tiers.tier_calls import (
     num_buffers,
 )
 from ostinato.runtime.types.step import BlockTransfer
+from tests.waiting import wait_until
 
 NUM_BLOCKS = 6
 NUM_HOST_PLACES = 2
@@ -126,11 +126,12 @@ class Rank:
         self.lost += self.progress.lost_places
 
     def advance_until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 60
-        self.advance()
-        while not condition():
-            assert time.monotonic() < end, f"{self.progress}, lost {self.lost}"
+
+        def is_true() -> object:
             self.advance()
+            return condition()
+
+        wait_until(is_true)
 
 
 @contextmanager
