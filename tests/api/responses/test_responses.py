@@ -19,6 +19,7 @@ from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 from tests.api.fake_client import scripted
 from tests.runtime.text import tokenizer_builders
+from tests.waiting import wait_until
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -290,9 +291,15 @@ class TestBackground:
         return app.http.get(f"/v1/responses/{answer['id']}", params=query)
 
     def until(self, app: Any, answer: dict[str, Any], status: str) -> dict[str, Any]:
-        while (present := self.get(app, answer).json())["status"] != status:
-            assert present["status"] in ("queued", "in_progress")
-        return present
+        """The response when it has this status and, if it is in progress, its first text."""
+
+        def is_there() -> bool:
+            present = self.get(app, answer).json()
+            assert present["status"] in ("queued", "in_progress", status)
+            return present["status"] == status and (status != "in_progress" or present["output"])
+
+        wait_until(is_there)
+        return self.get(app, answer).json()
 
     def events(self, text: str) -> list[dict[str, Any]]:
         return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
@@ -339,6 +346,7 @@ class TestBackground:
     def test_delete_ends_it(self, make):
         app = make(self.WAITING)
         answer = post(app, background=True).json()
+        wait_until(lambda: app.engine.requests)
         assert app.http.delete(f"/v1/responses/{answer['id']}").json()["deleted"]
         assert self.get(app, answer).status_code == 404
         assert len(app.engine.aborted) == 1

@@ -18,6 +18,7 @@ from ostinato.runtime.process.engine_child import LocalChild
 from ostinato.runtime.process.engine_process import EngineProcess
 from ostinato.runtime.process.ipc import StartEngine
 from tests.runtime.tiny import tiny_config
+from tests.waiting import wait_until
 
 
 def engines() -> list[psutil.Process]:
@@ -86,8 +87,7 @@ def test_a_dead_early_process_is_not_taken() -> None:
     with EarlyEngine() as early:
         (process,) = engines()
         process.kill()
-        while process.status() != psutil.STATUS_ZOMBIE:
-            pass
+        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
         assert early.take() is None
 
 
