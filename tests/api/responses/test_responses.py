@@ -12,56 +12,12 @@ from openai.types.responses import Response
 from ostinato.api.responses.convert import input_messages
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
 from ostinato.api.service.response_store import ResponseStore
-from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.text.chat_template import ChatTemplate
-from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.outputs import DEADLINE_REASON, FinishReason
 from tests.api.fake_client import scripted
-from tests.runtime.text import tokenizer_builders
-from tests.waiting import wait_until
+from tests.api.responses.scripted_answer import post, prompt
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}</think><tool_call>"
-)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
-SCRIPT = [
-    scripted("<think>hm", [5], num_cached_tokens=2),
-    scripted("</think>So: ", [6], num_cached_tokens=2),
-    scripted(
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [7], num_cached_tokens=2
-    ),
-    scripted("", [8], finish_reason=FinishReason.stop, num_cached_tokens=2),
-]
-
-
-@pytest.fixture
-def make(make_app):
-    def make(script: Any = SCRIPT, **server: Any) -> Any:
-        return make_app(
-            script,
-            tokenizer=Tokenizer(
-                tokenizer_builders.byte_level_bpe(), {}, ChatTemplate(TEMPLATE, {})
-            ),
-            max_model_len=4000,
-            server=ServerConfig(**server),
-        )
-
-    return make
-
-
-@pytest.fixture
-def app(make):
-    return make()
-
-
-def post(app: Any, **fields: object) -> Any:
-    return app.http.post("/v1/responses", json={"input": "Hi", **fields})
-
-
-def prompt(app: Any) -> str:
-    return app.engine.tokenizer.decode(app.engine.requests[-1][0], skip_special_tokens=False)
 
 
 class TestInput:
@@ -282,124 +238,6 @@ class TestIncluded:
         assert len(app.engine.requests) == 1
         error = app.http.post("/v1/responses/input_tokens", json={}).json()["error"]
         assert (error["param"], error["code"]) == ("input", "missing_field")
-
-
-class TestBackground:
-    WAITING = (scripted("Hel", [5]), None, scripted("lo", [6], finish_reason=FinishReason.stop))
-
-    def get(self, app: Any, answer: dict[str, Any], **query: object) -> Any:
-        return app.http.get(f"/v1/responses/{answer['id']}", params=query)
-
-    def until(self, app: Any, answer: dict[str, Any], status: str) -> dict[str, Any]:
-        """The response when it has this status and, if it is in progress, its first text."""
-
-        def is_there() -> bool:
-            present = self.get(app, answer).json()
-            assert present["status"] in ("queued", "in_progress", status)
-            return present["status"] == status and (status != "in_progress" or present["output"])
-
-        wait_until(is_there)
-        return self.get(app, answer).json()
-
-    def events(self, text: str) -> list[dict[str, Any]]:
-        return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
-
-    def test_polling(self, make):
-        app = make(self.WAITING)
-        answer = post(app, background=True).json()
-        assert (answer["status"], answer["output"], answer["background"]) == ("queued", [], True)
-        (item,) = self.until(app, answer, "in_progress")["output"]
-        url = f"/v1/responses/{answer['id']}/input_items"
-        assert app.http.get(url).json()["data"][0]["content"][0]["text"] == "Hi"
-        assert (item["content"][0]["text"], item["status"]) == ("Hel", "in_progress")
-        app.engine.released.set()
-        whole = self.until(app, answer, "completed")
-        assert whole["output"][0]["content"][0]["text"] == "Hello"
-        assert whole["usage"]["output_tokens"] == 2
-        post(app, previous_response_id=answer["id"], input="more")
-        assert "[assistant]Hello" in prompt(app)
-
-    def test_cancel(self, make):
-        app = make(self.WAITING)
-        answer = post(app, background=True).json()
-        self.until(app, answer, "in_progress")
-        path = f"/v1/responses/{answer['id']}/cancel"
-        cancelled = app.http.post(path).json()
-        assert (cancelled["status"], len(app.engine.aborted)) == ("cancelled", 1)
-        assert cancelled["output"][0]["content"][0]["text"] == "Hel"
-        assert app.http.post(path).json() == self.get(app, answer).json() == cancelled
-        assert app.http.post("/v1/responses/resp_none/cancel").status_code == 404
-
-    def test_cancel_at_once(self, make):
-        app = make((None,))
-        answer = post(app, background=True).json()
-        cancelled = app.http.post(f"/v1/responses/{answer['id']}/cancel").json()
-        assert (cancelled["status"], cancelled["output"]) == ("cancelled", [])
-        assert app.service.background.get(answer["id"]) is None
-
-    def test_only_what_runs_in_the_background_can_be_cancelled(self, app):
-        answer = post(app).json()
-        error = app.http.post(f"/v1/responses/{answer['id']}/cancel").json()["error"]
-        assert error["param"] == "response_id"
-        assert "background=true" in error["message"]
-
-    def test_delete_ends_it(self, make):
-        app = make(self.WAITING)
-        answer = post(app, background=True).json()
-        wait_until(lambda: app.engine.requests)
-        assert app.http.delete(f"/v1/responses/{answer['id']}").json()["deleted"]
-        assert self.get(app, answer).status_code == 404
-        assert len(app.engine.aborted) == 1
-
-    def test_a_failure(self, make):
-        app = make([scripted("a", [5]), RuntimeError("secret")])
-        failed = self.until(app, post(app, background=True).json(), "failed")
-        assert (failed["error"]["code"], failed["output"][0]["status"]) == (
-            "internal_error",
-            "incomplete",
-        )
-        assert "secret" not in json.dumps(failed)
-
-    def test_a_stream_that_is_followed_again(self, make):
-        app = make(self.WAITING)
-        app.engine.released.set()
-        first = self.events(post(app, background=True, stream=True).text)
-        kinds = [one["type"].removeprefix("response.") for one in first]
-        assert kinds[:3] == ["created", "queued", "in_progress"]
-        assert kinds[-1] == "completed"
-        answer = first[-1]["response"]
-        assert self.get(app, answer).json() == answer
-        assert self.events(self.get(app, answer, stream=True).text) == first
-        rest = self.events(self.get(app, answer, stream=True, starting_after=4).text)
-        assert rest == first[5:]
-        assert self.get(app, answer, stream=True, starting_after=999).text == ""
-        assert self.events(self.get(app, answer, stream=True, starting_after=-1).text) == first
-        refused = self.get(app, answer, stream=True, starting_after=-2)
-        assert refused.status_code == 400
-        assert "must be at least -1" in refused.json()["error"]["message"]
-
-    def test_a_stream_that_was_not_asked_for(self, app):
-        for fields in ({}, {"background": True}):
-            answer = post(app, **fields).json()
-            error = self.get(app, answer, stream=True).json()["error"]
-            assert (error["param"], error["code"]) == ("stream", "invalid_value")
-        wrong = app.http.get(f"/v1/responses/{answer['id']}", params={"stream": "maybe"})
-        assert wrong.status_code == 400
-        assert wrong.json()["error"]["type"] == "invalid_request_error"
-
-    def test_it_needs_the_store(self, make):
-        error = post(make(response_store_mib=0), background=True).json()["error"]
-        assert error["param"] == "background"
-
-    def test_how_many(self, make, monkeypatch):
-        monkeypatch.setattr("ostinato.api.service.background.MAX_RUNNING", 2)
-        app = make((None,))
-        answers = [post(app, background=True).json() for _ in range(2)]
-        full = post(app, background=True)
-        assert (full.status_code, full.json()["error"]["code"]) == (429, "too_many_requests")
-        for answer in answers:
-            app.http.post(f"/v1/responses/{answer['id']}/cancel")
-        assert post(app, background=True).status_code == 200
 
 
 class TestRefused:
