@@ -8,8 +8,9 @@ from typing import Any
 from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.runtime.types.engine_info import ServedTask
 from tests.api.fake_client import HELLO
+from tests.waiting import wait_until
 
-__all__ = ("adapter_apps", "is_released", "load", "unload")
+__all__ = ("adapter_apps", "is_released", "load", "unload", "wait_until_released")
 
 TASKS = (ServedTask.generate, ServedTask.embed)
 
@@ -36,3 +37,8 @@ def unload(app: Any, name: str = "sql", **fields: object) -> Any:
 
 def is_released(app: Any) -> bool:
     return not any(app.engine.adapters.held.values())
+
+
+def wait_until_released(app: Any) -> None:
+    """Wait until no request holds an adapter. A request releases its own just after its answer."""
+    wait_until(lambda: is_released(app), "a request holds its adapter after its answer")

@@ -12,10 +12,11 @@ from litestar.exceptions import LitestarException
 
 from ostinato.api.server.app import create_app
 from ostinato.conf.sections.server_schema import ServerConfig
-from tests.api.adapter_apps import adapter_apps, is_released, load, unload
+from tests.api.adapter_apps import adapter_apps, is_released, load, unload, wait_until_released
 from tests.api.answers import error_of
 from tests.api.fake_client import HELLO
 from tests.api.server.test_generation_endpoints import asgi_post
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -37,8 +38,7 @@ class TestHolds:
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(app.chat(model="sql")))
         thread.start()
-        while not app.engine.used:
-            pass
+        wait_until(lambda: app.engine.used)
         assert load(app, load_inplace=True).status_code == 200
         new = app.engine.adapters.get("sql")
         assert unload(app).status_code == 200
@@ -49,7 +49,7 @@ class TestHolds:
         assert answers[0].json()["choices"][0]["message"]["content"] == "Hello"
         assert app.engine.used == [old]
         assert old != new
-        assert is_released(app)
+        wait_until_released(app)
 
     def test_between_the_acceptance_and_the_start(self, make, monkeypatch):
         """A request that waits for its grammar keeps its adapter."""
@@ -65,7 +65,7 @@ class TestHolds:
         answer = app.complete(model="sql", structured_outputs={"regex": "a"})
         assert answer.status_code == 200
         assert app.engine.used == [adapter]
-        assert is_released(app)
+        wait_until_released(app)
 
     @pytest.mark.parametrize("is_replaced", [False, True])
     def test_during_the_preparation_in_another_process(self, make, monkeypatch, is_replaced):
@@ -89,19 +89,19 @@ class TestHolds:
         else:
             assert error_of(answer)["code"] == "model_not_found"
             assert app.engine.used == []
-        assert is_released(app)
+        wait_until_released(app)
 
     @pytest.mark.parametrize("fields", [{"max_tokens": 10**6}, {"temperature": -1}])
     def test_refused_requests_hold_nothing(self, app, fields):
         app.engine.adapters.add("sql")
         assert app.complete(model="sql", **fields).status_code == 400
-        assert is_released(app)
+        wait_until_released(app)
 
     def test_a_request_that_the_queue_refuses(self, make):
         app = make(server=ServerConfig(max_prompt_tokens=1))
         app.engine.adapters.add("sql")
         assert error_of(app.complete(model="sql", prompt=[1, 2]))["code"] == "prompt_too_long"
-        assert is_released(app)
+        wait_until_released(app)
 
     @pytest.mark.parametrize("streams", [False, True])
     def test_a_client_that_disconnects(self, make, streams):
@@ -122,7 +122,7 @@ class TestHolds:
 
         asyncio.run(scenario())
         assert len(app.engine.aborted) == 1
-        assert is_released(app)
+        wait_until_released(app)
 
     def test_a_client_that_is_gone_before_the_stream_begins(self, make):
         app = make()
@@ -167,10 +167,9 @@ class TestHolds:
         assert unload(app).status_code == 200
         assert app.engine.adapters.held[adapter] == 1
         app.engine.released.set()
-        while (now := app.http.get(f"/v1/responses/{answer['id']}").json())["status"] in (
-            "queued",
-            "in_progress",
-        ):
-            pass
+        url = f"/v1/responses/{answer['id']}"
+        going_on = ("queued", "in_progress")
+        wait_until(lambda: app.http.get(url).json()["status"] not in going_on)
+        now = app.http.get(url).json()
         assert (now["status"], now["model"]) == ("completed", "sql")
-        assert is_released(app)
+        wait_until_released(app)

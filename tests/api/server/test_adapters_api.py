@@ -12,7 +12,7 @@ from ostinato.api.preparation.generation import check_model
 from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import FinishReason
-from tests.api.adapter_apps import adapter_apps, is_released, load, unload
+from tests.api.adapter_apps import adapter_apps, load, unload, wait_until_released
 from tests.api.answers import error_of, events
 from tests.api.fake_client import scripted
 
@@ -166,7 +166,7 @@ class TestRequests:
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == "sql"
         assert set(app.engine.used) == {adapter}
-        assert is_released(app)
+        wait_until_released(app)
 
     @pytest.mark.parametrize("path", COMPUTED)
     @pytest.mark.parametrize("fields", [{}, {"model": "test-model"}])
@@ -198,7 +198,7 @@ class TestRequests:
             answer = post(path, "sql")
             assert (answer.status_code, answer.json().get("model")) == (200, "sql"), path
         assert set(app.engine.used) == {adapter}
-        assert is_released(app)
+        wait_until_released(app)
         assert [path for path in TEXT_ONLY if post(path, "sql").status_code != 200] == []
         for path in (*COMPUTED, *TEXT_ONLY):
             answer = post(path, "gpt")
@@ -213,7 +213,7 @@ class TestRequests:
         assert '"model":"sql"' in answer.text
         assert '"model":"test-model"' not in answer.text
         assert app.engine.used == [adapter]
-        assert is_released(app)
+        wait_until_released(app)
 
     def test_a_stream_with_usage(self, app):
         app.engine.adapters.add("sql")
@@ -242,7 +242,7 @@ class TestRequests:
         answer = app.complete(model="sql", **fields)
         assert answer.status_code == 200, answer.text
         assert set(app.engine.used) == {adapter}
-        assert is_released(app)
+        wait_until_released(app)
 
     @pytest.mark.parametrize("path", [*COMPUTED, *TEXT_ONLY])
     def test_an_unknown_name_is_a_404(self, make, path):
