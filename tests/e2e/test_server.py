@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
@@ -207,22 +208,26 @@ class TestCurl:
 class TestDisconnect:
     @pytest.mark.parametrize("stream", [True, False])
     def test_ends_the_request(self, server, stream):
-        request_id = f"gone-{stream}"
-        body = {"prompt": "Once", **LONG, "n": 32, "stream": stream, "request_id": request_id}
+        body = {"prompt": "Once", **LONG, "n": 32, "stream": stream}
+        numbers = itertools.count()
 
         def attempt() -> str | None:
             """Leave after the first bytes. Returns None if the request has ended before."""
+            request_id = f"gone-{next(numbers)}"
             url = f"{server.url}/v1/completions"
-            with ExitStack() as held, HTTP.stream("POST", url, json=body) as response:
+            own = body | {"request_id": request_id}
+            with ExitStack() as held, HTTP.stream("POST", url, json=own) as response:
                 lines = response.iter_lines()
                 next(lines)
                 held.enter_context(server.held_engine())
                 return request_id if server.load() else None
 
         if stream:
-            repeat_if_late(attempt)
+            request_id = repeat_if_late(attempt)
         else:
-            with server.held_engine(), server.sent("/v1/completions", body, request_id):
+            request_id = "gone"
+            own = body | {"request_id": request_id}
+            with server.held_engine(), server.sent("/v1/completions", own, request_id):
                 pass
         line = server.log_of(f"cmpl-{request_id}")
         assert " disconnected " in line

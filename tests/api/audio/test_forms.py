@@ -156,9 +156,9 @@ def test_errors_name_the_remedy(data: bytes, said: str):
     ids=["fields", "no boundary", "dashes", "near boundaries", "headers", "header", "returns"],
 )
 def test_hostile_bodies_take_less_than_a_second(data: bytes):
-    begin = time.process_time()
+    begin = time.thread_time()
     refusal_of(data)
-    assert time.process_time() - begin < 1
+    assert time.thread_time() - begin < 1
 
 
 own_values = st.one_of(st.text(max_size=6), st.integers().map(str), st.floats().map(repr))

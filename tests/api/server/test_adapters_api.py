@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -76,9 +77,10 @@ class TestLoadAndUnload:
         with caplog.at_level(logging.INFO, logger="ostinato.api"):
             load(app, path="some/sql")
             unload(app)
-        loaded, unloaded = [record.getMessage() for record in caplog.records]
-        assert loaded.startswith("adapter 'sql' is loaded: some/sql, slot 0, 0.")
-        assert unloaded.startswith("adapter 'sql' is unloaded: some/sql, slot 0, 0.")
+        lines = [one.getMessage() for one in caplog.records if one.name == "ostinato.api"]
+        loaded, unloaded = lines
+        assert re.match(r"adapter 'sql' is loaded: some/sql, slot 0, \d+\.\d+ s", loaded)
+        assert re.match(r"adapter 'sql' is unloaded: some/sql, slot 0, \d+\.\d+ s", unloaded)
 
     def test_what_the_engine_refuses(self, app):
         app.engine.loading_error = InvalidRequestError("adapter_config.json: r=99", code="broken")

@@ -51,7 +51,8 @@ def test_a_run_that_is_ended_keeps_its_complete_rounds(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as run:
         wait_until(lambda: read(path)["rounds"]["complete"] >= 2 or run.poll() is not None)
-        engines = psutil.Process(run.pid).children(recursive=True)
+        children = psutil.Process(run.pid).children(recursive=True)
+        engines = [child for child in children if str(driver) in child.cmdline()]
         run.send_signal(signal.SIGHUP)  # nohup ignores it
         run.terminate()
         table, log = run.communicate(timeout=60)
