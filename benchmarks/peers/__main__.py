@@ -249,6 +249,16 @@ def _end(number: int, _frame: object) -> None:
     raise _Ended(number)
 
 
+@contextmanager
+def _delayed_signals() -> Iterator[None]:
+    """A context in which `_SIGNALS` wait for its end."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _ignore_signals() -> None:
     """Do this before the engines are ended, which a signal must not interrupt."""
     for each in _SIGNALS:
@@ -373,9 +383,10 @@ def main(arguments: list[str]) -> int:
         _load(options, engines)
         with _busy_processes(options.busy):
             for results in _rounds(engines, options.parts, options.warmup, options.rounds):
-                rounds.append(results)
-                if options.json is not None:
-                    write_json(_record(options, engines, rounds), options.json)
+                with _delayed_signals():  # so that the file has the rounds of the table
+                    rounds.append(results)
+                    if options.json is not None:
+                        write_json(_record(options, engines, rounds), options.json)
     except _Ended as ended:
         _show("")
         print(ended, file=sys.stderr)
