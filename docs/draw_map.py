@@ -33,7 +33,8 @@ LAYERS = {
 
 CODE = {".py", ".cpp", ".h", ".js", ".html", ".css"}
 
-WIDTH = 1120
+LEAST_WIDTH = 1120
+LEAST_GAP, MOST_GAP = 26.0, 80.0  # between columns; arrows need room
 MARGIN = 14
 MAX_LINE = 18  # characters of a box's name
 BOX_HEIGHT = 40
@@ -290,13 +291,15 @@ def _extent(nodes: list[_Node]) -> float:
 
 def draw(bands: Mapping[str, Band]) -> str:
     """The map as SVG text."""
+    columns = {layer: _columns(bands[layer])[::-1] for layer in LAYERS}
+    width = max(LEAST_WIDTH, *(_least_width(one) for one in columns.values()))
     body: list[str] = []
     y = float(MARGIN)
     for layer, about in LAYERS.items():
         if y > MARGIN:
-            path = f"M{WIDTH / 2:.0f} {y - BAND_GAP + 2:.0f} V{y - 2:.0f}"
+            path = f"M{width / 2:.0f} {y - BAND_GAP + 2:.0f} V{y - 2:.0f}"
             body.append(f'<path class="arrow" d="{path}"/>')
-        drawn, height = _draw_band(layer, about, bands[layer], y)
+        drawn, height = _draw_band(layer, about, bands[layer], columns[layer], y, width)
         body += drawn
         y += height + BAND_GAP
     height = y - BAND_GAP + MARGIN
@@ -306,28 +309,38 @@ def draw(bands: Mapping[str, Band]) -> str:
     )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-            f'width="{WIDTH}" height="{height:.0f}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+            f'width="{width:.0f}" height="{height:.0f}" role="img" '
             'aria-label="The folders of the code by layer; arrows say which folder imports which">',
             f"<style>{STYLE}</style>",
             f"<defs>{head}</defs>",
-            f'<rect class="page" width="{WIDTH}" height="{height:.0f}"/>',
+            f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
             *body,
             "</svg>\n",
         ]
     )
 
 
-def _draw_band(layer: str, about: str, band: Band, top: float) -> tuple[list[str], float]:
+def _widths(columns: list[list[_Node]]) -> list[float]:
+    return [max(node.width for node in column) for column in columns]
+
+
+def _least_width(columns: list[list[_Node]]) -> float:
+    """The width of a picture in which the columns do not overlap."""
+    return 4 * MARGIN + sum(_widths(columns)) + LEAST_GAP * (len(columns) - 1)
+
+
+def _draw_band(
+    layer: str, about: str, band: Band, columns: list[list[_Node]], top: float, page_width: float
+) -> tuple[list[str], float]:
     """(elements, height) of one layer, importers on the left."""
-    columns = _columns(band)[::-1]
     nodes = [node for column in columns for node in column]
     highest = min(node.y - node.height / 2 for node in nodes)
     for node in nodes:
         node.y += top + TITLE_HEIGHT - highest
     height = max(node.y + node.height / 2 for node in nodes) - top + MARGIN
-    widths = [max(node.width for node in column) for column in columns]
-    gap = min(80.0, (WIDTH - 4 * MARGIN - sum(widths)) / max(1, len(columns) - 1))
+    widths = _widths(columns)
+    gap = min(MOST_GAP, (page_width - 4 * MARGIN - sum(widths)) / max(1, len(columns) - 1))
     edges: dict[int, tuple[float, float]] = {}  # left and right edge of each level's column
     x = 2.0 * MARGIN
     for column, width in zip(columns, widths, strict=True):
@@ -335,12 +348,13 @@ def _draw_band(layer: str, about: str, band: Band, top: float) -> tuple[list[str
         x += width + gap
     lines = sum(box.lines for box in band.values())
     drawn = [
-        f'<rect class="band" x="{MARGIN}" y="{top:.0f}" width="{WIDTH - 2 * MARGIN}" '
+        f'<rect class="band" x="{MARGIN}" y="{top:.0f}" width="{page_width - 2 * MARGIN:.0f}" '
         f'height="{height:.0f}" rx="8"/>',
         f'<text class="layer" x="{2 * MARGIN}" y="{top + 22:.0f}">{layer}/'
         f'<tspan class="about" font-size="12" font-weight="400" dx="12">{escape(about)}'
         f"</tspan></text>",
-        f'<text class="total" x="{WIDTH - 2 * MARGIN}" y="{top + 22:.0f}">{lines:,} lines</text>',
+        f'<text class="total" x="{page_width - 2 * MARGIN:.0f}" y="{top + 22:.0f}">{lines:,} '
+        "lines</text>",
     ]
     boxes = [node for node in nodes if node.text]
     drawn += [_draw_arrow(node, other, edges) for node in boxes for other in node.right]

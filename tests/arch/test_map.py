@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_the_map_has_about_the_sizes_of_the_tree(bands: dict[str, Band]):
         for name, box in band.items():
             allowed = max(300, 0.3 * box.lines)
             assert abs(shown[layer][name].lines - box.lines) <= allowed, f"{layer}/{name}: {RENEW}"
+
+
+def test_no_box_covers_another():
+    svg = (ROOT / "docs/map.svg").read_text(encoding="utf-8")
+    pattern = r'class="box" .*? x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"'
+    boxes = [tuple(map(int, found)) for found in re.findall(pattern, svg)]
+    assert len(boxes) > 50
+    for (x, y, width, height), (x2, y2, width2, height2) in combinations(boxes, 2):
+        beside = x + width <= x2 or x2 + width2 <= x
+        assert beside or y + height <= y2 or y2 + height2 <= y, (x, y, x2, y2)
 
 
 def test_an_arrow_that_follows_from_others_is_left_out(tmp_path):
