@@ -169,10 +169,11 @@ class InFlightRequests(Generic[Q]):
             if one is not None and one.is_submitted:
                 one.is_running = True
 
-    def is_old(self, output: SequenceOutput) -> bool:
-        """Whether an engine's output belongs to a request from before its release.
+    def take_old(self, output: SequenceOutput) -> bool:
+        """Take an output of the engine if its request was released; returns whether it was taken.
 
-        The engine's outputs are passed in order, because the last one of a request ends this.
+        All outputs of the engine are passed in order, because the last one of a released request
+        allows its next submission.
         """
         if output.request_id not in self._ending:
             return False

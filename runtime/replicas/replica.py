@@ -361,7 +361,7 @@ class Replica:
             )
             self._requests.advance(message.progress)
             for output in message.outputs:
-                if not self._requests.is_old(output):
+                if not self._requests.take_old(output):
                     self._route(output)
             await self.submit_held()
         elif isinstance(message, UtilityReply | State):

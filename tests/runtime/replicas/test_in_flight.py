@@ -48,7 +48,7 @@ def give(
     made: InFlightRequests[str], name: str, *token_ids: int, end: bool = False
 ) -> InFlightRequest[str] | None:
     output = SequenceOutput(name, list(token_ids), FinishReason.stop if end else None)
-    return None if made.is_old(output) else made.take(output)
+    return None if made.take_old(output) else made.take(output)
 
 
 def test_new_requests_are_submitted_at_once_and_once() -> None:
