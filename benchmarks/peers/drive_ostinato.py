@@ -16,8 +16,11 @@ def load() -> Callable[[Requests], list[int]]:
     from ostinato.runtime.startup.bundles import prepare_kernels
 
     model, dtype, threads, *overrides = sys.argv[1:]
-    settings = [f"model.dtype={dtype}", f"device.threads={threads}"]
-    settings.append(f"cache.memory_gib={CACHE_GIB}")
+    settings = (
+        f"model.dtype={dtype}",
+        f"device.threads={threads}",
+        f"cache.memory_gib={CACHE_GIB}",
+    )
     config = load_config([*settings, *overrides], values={"model.path": model})
     prepare_kernels(config.engine)
     from ostinato.runtime.llm import LLM
