@@ -28,6 +28,7 @@ __all__ = ("Cohere2ForCausalLM", "CohereForCausalLM")
 _KEYS = DecoderKeys(
     norm_eps="layer_norm_eps", default_norm_eps=1e-5, is_tied=True, rope_theta=500_000.0
 )
+_SECOND_KEYS = replace(_KEYS, rope_theta=10_000.0)
 _LAYOUT = CheckpointLayout(
     renamed=(("attention_norm.", "input_layernorm."), ("final_norm.", "norm.")),
     merged=(
@@ -45,16 +46,7 @@ class CohereForCausalLM(Decoder):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        refuse_other_values(hf_config, {"use_qk_norm": False})
-        config = read_decoder_config(hf_config, generation_config, _KEYS)
-        block = BlockSpec(
-            norm=NormKind.layer_without_bias,
-            residual=Residual.parallel_one_norm,
-            qkv_bias=config.block.qkv_bias,
-            out_bias=config.block.out_bias,
-        )
-        logit_scale = read_number(hf_config, "logit_scale", 0.0625, above=0)
-        return replace(config, block=block, logit_scale=logit_scale)
+        return _read(hf_config, generation_config, _KEYS)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
@@ -70,9 +62,23 @@ class Cohere2ForCausalLM(CohereForCausalLM):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         pattern = read_integer(hf_config, "sliding_window_pattern", default=4)
-        defaults = {"rope_theta": 10_000.0, "sliding_window": 4096}
-        stated = {**defaults, **hf_config, **layer_types_every(hf_config, pattern)}
-        config = super().read_config(stated, generation_config)
+        stated = {"sliding_window": 4096, **hf_config, **layer_types_every(hf_config, pattern)}
+        config = _read(stated, generation_config, _SECOND_KEYS)
         windows = listed_windows(stated, config.num_layers)
         kinds = tuple(DEFAULT_ROPE if window else None for window in windows)
         return replace(config, sliding_windows=windows, rope_kinds=kinds)
+
+
+def _read(
+    hf_config: HFConfig, generation_config: HFConfig | None, keys: DecoderKeys
+) -> ModelConfig:
+    refuse_other_values(hf_config, {"use_qk_norm": False})
+    config = read_decoder_config(hf_config, generation_config, keys)
+    block = BlockSpec(
+        norm=NormKind.layer_without_bias,
+        residual=Residual.parallel_one_norm,
+        qkv_bias=config.block.qkv_bias,
+        out_bias=config.block.out_bias,
+    )
+    logit_scale = read_number(hf_config, "logit_scale", 0.0625, above=0)
+    return replace(config, block=block, logit_scale=logit_scale)

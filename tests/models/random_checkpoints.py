@@ -93,7 +93,14 @@ VARIANTS = {
     ),
     "codegen": Variant("codegen", {**GPTJ, "n_inner": 96}),
     "cohere": Variant("cohere", {**TWO_KV_HEADS, "attention_bias": True}),
-    "cohere2": Variant("cohere2", {**TWO_KV_HEADS, "sliding_window": 13}),
+    "cohere2": Variant(
+        "cohere2",
+        {
+            **TWO_KV_HEADS,
+            "sliding_window": 13,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "deepseek-v2": Variant("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek-v2-groups": Variant(
         "deepseek_v2",
