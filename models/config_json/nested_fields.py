@@ -22,7 +22,6 @@ __all__ = (
     "read_text_config",
     "take_sections",
     "text_kind",
-    "with_theta",
 )
 
 _ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
@@ -80,14 +79,6 @@ def text_kind(hf_config: HFConfig, supported: Collection[str], default: str) -> 
     """
     nested, key = read_object(hf_config, "text_config"), "text_config.model_type"
     return read_name({key: nested.get("model_type", default)}, key, supported, default)
-
-
-def with_theta(text_config: HFConfig, theta: float) -> HFConfig:
-    """The keys of a decoder whose rotary embedding has this base if none is stated."""
-    parameters = read_object(text_config, "rope_parameters")
-    if text_config.get("rope_theta") is not None or "rope_theta" in parameters:
-        return text_config
-    return {**text_config, "rope_theta": theta}
 
 
 def take_sections(

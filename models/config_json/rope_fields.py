@@ -35,8 +35,10 @@ __all__ = (
     "stretched_context",
     "take_query_growth",
     "temperature_of",
+    "with_theta",
 )
 
+_FORMS = ("rope_parameters", "rope_scaling")  # the newer and the older name
 _GROWTH = "llama_4_scaling_beta"
 _THETA = 10_000.0  # the default base of the frequencies (arXiv:2104.09864)
 _EVERY = {"rope_type", "rope_theta", "partial_rotary_factor"}
@@ -149,6 +151,18 @@ def _refuse_unknown(kind: str, parameters: HFConfig) -> None:
         )
 
 
+def with_theta(hf_config: HFConfig, theta: float) -> HFConfig:
+    """The config, with this base of the frequencies if it states none.
+
+    Raises:
+        ValueError: `rope_parameters` or `rope_scaling` is not an object.
+    """
+    stated = (hf_config, *(read_object(hf_config, name) for name in _FORMS))
+    if any(each.get("rope_theta") is not None for each in stated):
+        return hf_config
+    return {**hf_config, "rope_theta": theta}
+
+
 def rope_by_layer_type(
     hf_config: HFConfig, *, theta: float, local_theta: float
 ) -> tuple[HFConfig, HFConfig]:
@@ -248,7 +262,7 @@ def take_query_growth(
     # transformers does not read the context among the rotary parameters.
     unread = (_GROWTH, "max_position_embeddings")
     cleaned = dict(hf_config)
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in _FORMS:
         if isinstance(stated := hf_config.get(name), Mapping):
             cleaned[name] = {key: each for key, each in stated.items() if key not in unread}
     temperature = QueryTemperature(scale=scale, floor=float(floor), offset=0, in_all_layers=True)
@@ -256,15 +270,19 @@ def take_query_growth(
 
 
 def _rope_parameters(hf_config: HFConfig, default_theta: float = _THETA) -> dict[str, Any]:
-    """The newer and the older form, merged. If both have a key, its values must be equal."""
-    older = _typed(hf_config.get("rope_scaling"))
+    """The newer and the older form, merged. If both have a key, its values must be equal.
+
+    A base in `rope_scaling` has priority over the one beside it, as in transformers.
+    """
+    scaling = _typed(hf_config.get("rope_scaling"))
+    older = dict(scaling)
     if hf_config.get("rope_theta") is not None:
-        older["rope_theta"] = hf_config["rope_theta"]
+        older.setdefault("rope_theta", hf_config["rope_theta"])
     newer = _typed(hf_config.get("rope_parameters"))
     for key in older.keys() & newer.keys():
         if older[key] != newer[key]:
             both = [name for name in ("rope_scaling", "rope_theta") if hf_config.get(name)]
-            source = key if key in both else "rope_scaling"
+            source = "rope_scaling" if key in scaling else key
             removed = " and ".join(f"model.config.{name}=null" for name in both)
             raise ValueError(
                 f"config.json: rope_parameters has {key}={newer[key]!r}, but {source} says "

@@ -10,8 +10,8 @@ from ostinato.models.config_json.nested_fields import (
     flat_axes,
     read_text_config,
     take_sections,
-    with_theta,
 )
+from ostinato.models.config_json.rope_fields import with_theta
 from ostinato.models.config_json.text_defaults import QWEN2_VL_TEXT
 from ostinato.models.config_json.towers.qwen_tower_fields import (
     read_qwen2_5_vision,

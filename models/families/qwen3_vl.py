@@ -11,8 +11,8 @@ from ostinato.models.config_json.nested_fields import (
     interleaved_axes,
     read_text_config,
     take_sections,
-    with_theta,
 )
+from ostinato.models.config_json.rope_fields import with_theta
 from ostinato.models.config_json.text_defaults import QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
 from ostinato.models.config_json.towers.qwen_tower_fields import read_qwen3_vision
 from ostinato.models.families.qwen3 import Qwen3ForCausalLM
