@@ -168,28 +168,29 @@ def rope_by_layer_type(
 ) -> tuple[HFConfig, HFConfig]:
     """The rotary keys as two configs for `read_rope`: for layers without and with a window.
 
-    Newer configs have `rope_parameters` by layer type. Older ones have one theta and one scaling;
-    the scaling does not apply to layers with a window.
+    Newer configs have `rope_parameters` by layer type; null is a type without parameters. Older
+    ones have `rope_theta` and `rope_scaling`. In both forms, these two keys are those of layers
+    without a window.
 
     Args:
         hf_config: the parsed config.json.
         theta: the base of layers without a window, where it is not stated.
-        local_theta: the base of layers with a window, in older configs.
+        local_theta: the base of layers with a window, where their `rope_parameters` do not state
+            it.
 
     Raises:
-        ValueError: `rope_parameters` is no object or lacks a layer type, or `rope_theta` is not a
-            number above 0.
+        ValueError: `rope_parameters`, one of its layer types or `rope_scaling` is no object, a
+            layer type is missing, or `rope_theta` is not a number above 0.
     """
     by_type = read_object(hf_config, "rope_parameters")
-    if hf_config.get("rope_parameters") is None:
-        stated = read_number(hf_config, "rope_theta", theta, above=0)
-        scaling = hf_config.get("rope_scaling")
-        return {"rope_theta": stated, "rope_scaling": scaling}, {"rope_theta": local_theta}
     missing = {"full_attention", "sliding_attention"} - by_type.keys()
-    if missing:
+    if missing and hf_config.get("rope_parameters") is not None:
         raise ValueError(f"config.json: rope_parameters has no {' and no '.join(sorted(missing))}")
-    full, local = by_type["full_attention"], by_type["sliding_attention"]
-    return {"rope_parameters": full}, {"rope_parameters": local}
+    full, local = (by_type.get(f"{kind}_attention") for kind in ("full", "sliding"))
+    everywhere = {"rope_parameters": full, "rope_scaling": hf_config.get("rope_scaling")}
+    # In transformers too, the base beside the parameters by layer type is only a default.
+    theta = read_number(hf_config, "rope_theta", theta, above=0)
+    return with_theta(everywhere, theta), with_theta({"rope_parameters": local}, local_theta)
 
 
 def read_rope_kinds(hf_config: HFConfig, num_layers: int) -> tuple[str | None, ...]:

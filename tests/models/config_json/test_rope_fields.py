@@ -19,6 +19,30 @@ OF_IMAGES: dict[str, dict[str, Any]] = {
 }
 SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1]}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+DEFAULT = {"rope_type": "default"}
+BY_LAYER_TYPE: list[dict[str, Any]] = [
+    {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
+    {
+        "rope_parameters": {"full_attention": None, "sliding_attention": None},
+        "rope_theta": 3e4,
+        "rope_local_base_freq": 2e3,
+    },
+    {
+        "rope_parameters": {
+            "full_attention": {**LINEAR, "rope_theta": 5e4},
+            "sliding_attention": {**DEFAULT, "rope_theta": 4e3},
+        },
+        "rope_theta": 3e4,
+        "rope_local_base_freq": 2e3,
+    },
+    {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": DEFAULT},
+        "rope_scaling": {**LINEAR, "rope_theta": 7e4},
+        "rope_theta": 3e4,
+    },
+    {"rope_theta": 3e4, "rope_scaling": {**LINEAR, "rope_theta": 7e4}},
+    {"rope_theta": 3e4},
+]
 
 
 def read_text(architecture: str, **settings: Any) -> ModelConfig:
@@ -47,6 +71,11 @@ def saved_parameters(architecture: str, **settings: Any) -> dict[str, Any]:
             for architecture in OF_IMAGES
             for beside in ({}, {"rope_theta": 3e4})
         ),
+        *(
+            (architecture, settings)
+            for architecture in ("Gemma3ForCausalLM", "Olmo3ForCausalLM")
+            for settings in BY_LAYER_TYPE
+        ),
     ],
 )
 def test_settings_are_read_as_by_transformers(architecture: str, settings: dict[str, Any]) -> None:
@@ -65,6 +94,17 @@ def test_settings_are_read_as_by_transformers(architecture: str, settings: dict[
                 "rope_theta": 3e4,
             },
             "rope_parameters has rope_theta=30000.0, but rope_scaling says 70000.0",
+        ),
+        *(
+            (
+                architecture,
+                {
+                    "rope_parameters": {"full_attention": LINEAR, "sliding_attention": None},
+                    "rope_scaling": {**LINEAR, "factor": 4.0},
+                },
+                "rope_parameters has factor=2.0, but rope_scaling says 4.0",
+            )
+            for architecture in ("Gemma3ForCausalLM", "Olmo3ForCausalLM")
         ),
     ],
 )
