@@ -17,6 +17,7 @@ from ostinato.models.config_json.rope_fields import read_query_temperature, read
 from ostinato.models.decoder import LLAMA_NAMES, Decoder
 from ostinato.models.layers.linear_layers import BuildOptions
 from ostinato.ops.moe.routing import Scoring
+from ostinato.ops.rope import LongRopeScaling, Rope, YarnScaling
 
 __all__ = ("Llama4ForCausalLM",)
 
@@ -68,9 +69,21 @@ class Llama4ForCausalLM(Decoder):
             query_temperature=read_query_temperature(hf_config),
             moe=moe,
             block=replace(config.block, qk_norm=QKNorm.unit if has_norm else QKNorm.none),
+            rope=_without_factor(config.rope) if has_norm else config.rope,
         )
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)
         orders = interleaved_queries_and_keys(config)
         self.checkpoint_layout = replace(_LAYOUT, row_orders=orders)
+
+
+def _without_factor(rope: Rope | None) -> Rope | None:
+    """The rotary embedding of heads with a norm.
+
+    transformers normalises each head after its rotation, so a factor on cosines and sines has no
+    effect. Here the norm is before the rotation, and the factor would be kept.
+    """
+    if rope is None or not isinstance(rope.scaling, YarnScaling | LongRopeScaling):
+        return rope
+    return replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))

@@ -272,6 +272,7 @@ VARIANTS = {
         },
         "60KB",
     ),
+    "llama4-yarn": Variant("llama4_text", {**LLAMA4, "rope_parameters": YARN}),
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
     "llama-dynamic": Variant(
         "llama",
