@@ -109,6 +109,8 @@ def _gated_delta(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, An
         "linear_key_head_dim": keys.size("ssm.state_size"),
         "linear_value_head_dim": inner // v_heads,
         "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+        # The whole head, as in llama.cpp. In a config.json, a missing key means a quarter of it.
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
     }
 
 

@@ -20,6 +20,7 @@ from ostinato.models.gguf.gguf_file import open_gguf
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.layers.linear_layers import LinearBase
 from ostinato.models.quantized_checkpoints.gguf import AsStored
+from ostinato.models.registry import model_class
 from ostinato.models.sharding import Shard
 from tests.models.driver import Driver, Sequence
 from tests.models.gguf_files import save_checkpoint
@@ -228,6 +229,23 @@ def test_a_missing_key_is_named(saved, tmp_path: Path, name: str, key: str) -> N
     file = write_hybrid_gguf(directory, tmp_path / "m.gguf", metadata=remove)
     with pytest.raises(GGUFError, match=rf"{key} is not there; a number of at least 1 is"):
         read_gguf_config(open_gguf(file))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_a_head_is_rotated_as_a_whole_unless_the_file_states_its_part(
+    saved, tmp_path: Path, name: str
+) -> None:
+    """As in llama.cpp. In a config.json of these families, the default is a quarter of a head."""
+    directory = saved(name).directory
+
+    def remove(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0][f"{writer.arch}.rope.dimension_count"]
+
+    file = write_hybrid_gguf(directory, tmp_path / "m.gguf", metadata=remove)
+    config = read_gguf_config(open_gguf(file))
+    rope = model_class(config["architectures"][0]).read_config(config).rope
+    assert rope is not None
+    assert rope.rotary_dim == config["head_dim"]
 
 
 @pytest.mark.parametrize(
