@@ -32,6 +32,7 @@ __all__ = (
     "GGUFFile",
     "GGUFTensor",
     "open_gguf",
+    "read_first_keys",
 )
 
 _MAGIC = b"GGUF"
@@ -205,6 +206,20 @@ def open_gguf(path: Path) -> GGUFFile:
     return found
 
 
+def read_first_keys(path: Path) -> dict[str, Any]:
+    """The metadata before the first array of texts, in a fraction of the time of `open_gguf`.
+
+    Converters write the keys of the architecture before the vocabulary, which is such an array.
+
+    Args:
+        path: a file; of a split model, the first one.
+
+    Raises:
+        GGUFError: the file cannot be read, or the part that is read is not valid.
+    """
+    return _Header(path, stops_at_texts=True).metadata
+
+
 def _version_of(file: Path) -> tuple[int, ...]:
     """Numbers that change with a file's contents; () if the file cannot be read."""
     try:
@@ -252,12 +267,13 @@ class _Header:
 
     Args:
         file: its path.
+        stops_at_texts: read no array of texts and nothing after the first one, also no tensors.
 
     Raises:
         GGUFError: the file cannot be read, or is not a valid GGUF file.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, stops_at_texts: bool = False) -> None:
         self._file = file
         try:
             with file.open("rb") as opened:
@@ -274,8 +290,8 @@ class _Header:
         with self._data:
             self._check_version()
             num_tensors, num_keys = self._scalar("<Q"), self._scalar("<Q")
-            self.metadata = self._read_metadata(num_keys)
-            self.tensors = list(self._read_tensors(num_tensors))
+            self.metadata = self._read_metadata(num_keys, stops_at_texts)
+            self.tensors = [] if stops_at_texts else list(self._read_tensors(num_tensors))
 
     def _error(self, what: str, kind: str = "broken") -> GGUFError:
         prefix = "is not a GGUF file" if kind == "not GGUF" else "is broken or cut short"
@@ -304,6 +320,12 @@ class _Header:
     def _scalar(self, form: str) -> Any:
         place = self._take(struct.calcsize(form), "a number")
         return struct.unpack_from(form, self._data, place)[0]
+
+    def _next_scalar(self, form: str) -> Any:
+        """The next number, which stays the next one."""
+        value = self._scalar(form)
+        self._place -= struct.calcsize(form)
+        return value
 
     def _string(self, limit: int | None = None) -> str:
         length = self._scalar("<Q")
@@ -334,7 +356,7 @@ class _Header:
         except UnicodeDecodeError as error:
             raise self._error(f"an array before {place} has a string that is not UTF-8") from error
 
-    def _read_metadata(self, count: int) -> dict[str, Any]:
+    def _read_metadata(self, count: int, stops_at_texts: bool) -> dict[str, Any]:
         if count > _MAX_KEYS:
             raise self._error(f"it states {count} keys of metadata; at most {_MAX_KEYS} are read")
         metadata: dict[str, Any] = {}
@@ -342,7 +364,10 @@ class _Header:
             key = self._string(_MAX_NAME)
             if key in metadata:
                 raise self._error(f"the key {key!r} is there twice")
-            metadata[key] = self._value(key, self._scalar("<I"))
+            kind = self._scalar("<I")
+            if stops_at_texts and kind == _ARRAY and self._next_scalar("<I") == _STRING:
+                break
+            metadata[key] = self._value(key, kind)
         return metadata
 
     def _value(self, key: str, kind: int) -> Any:

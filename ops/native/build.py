@@ -106,15 +106,20 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "core/install",
             "core/call",
             "core/thread_pool",
-            "quantized/blocks",
             "quantized/quantized",
+        ),
+        (
+            "quantized/blocks",
             "quantized/pack",
             "quantized/pack_blocks",
             "quantized/pack_stored",
             "quantized/repack",
             "quantized/unpack",
-            "moe/quantized_moe_linear",
         ),
+    ),
+    # Loaded for models with quantised weights and experts only.
+    "quantized_moe": (
+        ("core/install", "core/call", "core/thread_pool", "moe/quantized_moe_linear"),
     ),
     # Loaded for models with recurrent layers only.
     "recurrent": (

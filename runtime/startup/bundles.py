@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.environment import cache_dir, expand_user
@@ -19,6 +19,7 @@ from ostinato.conf.schema import (
     DeviceName,
     DType,
     GraphConfig,
+    HeadQuantization,
     InstructionSetName,
     ModelImplementation,
     ModelSection,
@@ -26,7 +27,7 @@ from ostinato.conf.schema import (
 )
 from ostinato.conf.sections.cache_schema import CacheDType
 from ostinato.graphs.bundle import Bundle, trusted_directories
-from ostinato.models.gguf.gguf_paths import is_gguf_path
+from ostinato.models.gguf.gguf_paths import GGUFError, is_gguf_path
 from ostinato.ops.native import build as native
 from ostinato.ops.native.instruction_sets import check_runnable, detect_isa
 from ostinato.runtime.directories import ensure_cache
@@ -44,6 +45,8 @@ __all__ = (
 
 # Keys of a config.json that models with recurrent layers have.
 _RECURRENT_KEYS = {"linear_num_value_heads", "conv_L_cache", "mamba_n_heads", "mamba_num_heads"}
+# `general.file_type` of GGUF files whose matrices are floats (enum llama_ftype of llama.cpp).
+_GGUF_FLOAT32, _GGUF_FLOAT16, _GGUF_BFLOAT16 = 0, 1, 32
 _DEMO_CONFIG = Path(__file__).parents[2] / "models" / "demo" / "config.json"
 
 
@@ -55,14 +58,20 @@ def bundle_root(graphs: GraphConfig) -> Path:
 def kernel_libraries(config: EngineConfig) -> tuple[str, ...]:
     """The native libraries (ops/native/build.py) that an engine's model calls on a CPU.
 
-    A model of a hub may also have recurrent layers. The plan shows it, and they are loaded then.
+    A model of a hub may also have experts or recurrent layers. The plan shows it, and their kernels
+    are loaded then.
     """
     model = config.model
-    is_gguf = is_gguf_path(model.path) or ":" in model.path  # a GGUF model of a hub
-    is_quantized = model.quantization is not Quantization.none or is_gguf
-    is_quantized = is_quantized or _states_quantization(model)
+    gguf = _guess_gguf(model)
+    is_quantized = (
+        model.quantization is not Quantization.none
+        or model.quantization_head in (HeadQuantization.int8, HeadQuantization.int4)
+        or (gguf.is_quantized if gguf is not None else ":" in model.path)  # a GGUF model of a hub
+        or _states_quantization(model)
+    )
     further = (
         ("quantized", is_quantized),
+        ("quantized_moe", is_quantized and _has_experts(model, gguf)),
         ("recurrent", _has_recurrent_layers(model)),
         ("adapters", config.lora.num_slots > 0),
     )
@@ -72,18 +81,19 @@ def kernel_libraries(config: EngineConfig) -> tuple[str, ...]:
 def core_part(config: EngineConfig) -> str | None:
     """The part of the library `core` that suffices for a model; None = it needs the whole library.
 
-    This function reads only the configuration and a local config.json. The plan may show later that
-    the part does not suffice.
+    This function reads only the configuration and a local config.json, or the first keys of a GGUF
+    file. The plan may show later that the part does not suffice.
     """
     model = config.model
-    settings = _read_settings(model)
+    settings, gguf = _read_settings(model), _guess_gguf(model)
     dtype = str(model.dtype)
     if model.dtype is DType.auto:
-        dtype = settings.get("dtype") or settings.get("torch_dtype")
+        stated = settings.get("dtype") or settings.get("torch_dtype")
+        dtype = stated if gguf is None else gguf.dtype
     part = f"core-{dtype}"
     is_plain_decoder = (
-        _architecture(settings).endswith("ForCausalLM")
-        and not any("expert" in key for key in settings)
+        (gguf is not None or _architecture(settings).endswith("ForCausalLM"))
+        and not _has_experts(model, gguf)
         and model.implementation is not ModelImplementation.transformers
     )
     if dtype == DType.bfloat16 and compression(config) is not False:
@@ -103,6 +113,37 @@ def compression(config: EngineConfig) -> bool | None:
     if wanted is None and planned_isa(config.device) != "amx":
         return False
     return wanted
+
+
+class _GGUFGuess(NamedTuple):
+    """What a model needs according to the first keys of its file.
+
+    A file with matrices of several types can need more. The plan shows it later.
+    """
+
+    dtype: str  # of activations: the one that rounds no float matrix
+    has_experts: bool
+    is_quantized: bool
+
+
+def _guess_gguf(model: ModelSection) -> _GGUFGuess | None:
+    """What the first keys of a local GGUF file say; None if the model is no readable one."""
+    if not is_gguf_path(model.path):
+        return None
+    from ostinato.models.gguf.gguf_file import read_first_keys  # imports NumPy
+
+    try:
+        keys = read_first_keys(expand_user(model.path))
+    except GGUFError:  # the start reads the file again and reports it
+        return None
+    kind = keys.get("general.file_type")
+    number = kind if isinstance(kind, int) else None
+    experts = keys.get(f"{keys.get('general.architecture')}.expert_count")
+    return _GGUFGuess(
+        dtype="float32" if number in (_GGUF_FLOAT32, _GGUF_FLOAT16) else "bfloat16",
+        has_experts=isinstance(experts, int) and experts > 0,
+        is_quantized=number not in (_GGUF_FLOAT32, _GGUF_FLOAT16, _GGUF_BFLOAT16),
+    )
 
 
 def _architecture(settings: dict[str, Any]) -> str:
@@ -144,6 +185,13 @@ def _states_quantization(model: ModelSection) -> bool:
         )
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def _has_experts(model: ModelSection, gguf: _GGUFGuess | None) -> bool:
+    """Whether the first keys of a GGUF file say so, or the settings have a key of experts."""
+    if gguf is not None:
+        return gguf.has_experts
+    return any("expert" in key for key in _read_settings(model))
 
 
 def _has_recurrent_layers(model: ModelSection) -> bool:

@@ -200,6 +200,8 @@ def _load_kernels(plan: EnginePlan) -> None:
     libraries = dict.fromkeys(kernel_libraries(plan.config))
     if plan.source.config.recurrent is not None:
         libraries["recurrent"] = None
+    if plan.source.config.moe is not None and "quantized" in libraries:
+        libraries["quantized_moe"] = None
     for library in libraries:
         if library == "core" and part is not None and _suffices(part, plan):
             native.load_part(part)

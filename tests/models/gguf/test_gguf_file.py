@@ -19,7 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.models.gguf.gguf_config import read_gguf_config, read_gguf_generation_config
-from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
+from ostinato.models.gguf.gguf_file import (
+    TENSOR_TYPES,
+    GGUFFile,
+    open_gguf,
+    read_first_keys,
+)
 from ostinato.models.gguf.gguf_paths import GGUFError, find_gguf
 from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
@@ -105,6 +110,13 @@ def test_an_opened_file_is_shared_until_it_changes(tmp_path: Path) -> None:
     assert open_gguf(path) is first
     os.utime(path, ns=(0, 0))
     assert open_gguf(path) is not first
+
+
+def test_the_first_keys_end_before_the_vocabulary(whole: Path) -> None:
+    first, every = read_first_keys(whole), open_gguf(whole).metadata
+    names = list(every)
+    assert list(first) == names[: names.index("tokenizer.ggml.tokens")]
+    assert all(np.array_equal(value, every[name]) for name, value in first.items())
 
 
 def test_types_have_the_sizes_of_the_package() -> None:
@@ -233,6 +245,8 @@ def test_no_file_makes_the_reader_fail(
     file.write_bytes(bytes(stored[:end]))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refusal = ""
+    with contextlib.suppress(GGUFError):
+        read_first_keys(file)
     try:
         read_all(file)
     except GGUFError as error:

@@ -31,7 +31,9 @@ def ops(level: str, form: QuantFormat | None) -> SimpleNamespace:
     if form is None:
         names = {"linear": "packed_linear", "moe": "packed_moe_linear"}
         return ops_of("core", level, **names)
-    return ops_of("quantized", level, linear="quantized_linear", moe="quantized_moe_linear")
+    linear = ops_of("quantized", level, linear="quantized_linear").linear
+    moe = ops_of("quantized_moe", level, moe="quantized_moe_linear").moe
+    return SimpleNamespace(linear=linear, moe=moe)
 
 
 def stored(weight: Tensor, form: QuantFormat | None) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from ostinato.conf.engine_config import EngineConfig
@@ -15,6 +16,7 @@ from ostinato.conf.schema import (
     DeviceName,
     DType,
     GraphConfig,
+    HeadQuantization,
     ModelImplementation,
     ModelSection,
     Quantization,
@@ -87,6 +89,15 @@ def test_a_model_with_recurrent_layers_has_their_kernels_built(settings: dict[st
 def test_only_a_quantised_model_has_the_quantised_kernels_built() -> None:
     assert kernel_libraries(EngineConfig(model=DENSE)) == ("core",)
     assert kernel_libraries(EngineConfig(model=INT4)) == ("core", "quantized")
+    for head, libraries in (
+        (HeadQuantization.int8, ("core", "quantized")),
+        (HeadQuantization.none, ("core",)),
+    ):
+        assert (
+            kernel_libraries(EngineConfig(model=ModelSection(quantization_head=head))) == libraries
+        )
+    experts = replace(INT4, config={"num_experts": 8})
+    assert kernel_libraries(EngineConfig(model=experts)) == ("core", "quantized", "quantized_moe")
     adapted = EngineConfig(model=DENSE, lora=LoraConfig(max_adapters=1))
     assert kernel_libraries(adapted) == ("core", "adapters")
     graphs = GraphConfig(bundle=False)
@@ -127,6 +138,39 @@ def test_a_decoder_that_runs_alone_needs_a_part_of_the_kernels(
     config: EngineConfig, part: str | None
 ) -> None:
     assert core_part(config) == part
+
+
+@pytest.mark.parametrize(
+    ("keys", "libraries", "dtype"),
+    [
+        ({}, ("core", "quantized"), "bfloat16"),
+        ({"general.file_type": 2}, ("core", "quantized"), "bfloat16"),
+        ({"llama.expert_count": 0}, ("core", "quantized"), "bfloat16"),
+        ({"general.file_type": 1}, ("core",), "float32"),
+        ({"general.file_type": 32}, ("core",), "bfloat16"),
+        ({"general.file_type": 0}, ("core",), "float32"),
+        (
+            {"general.file_type": 2, "llama.expert_count": 8},
+            ("core", "quantized", "quantized_moe"),
+            None,
+        ),
+    ],
+)
+def test_the_first_keys_of_a_gguf_file_name_its_kernels(
+    tmp_path: Path, keys: dict[str, int], libraries: tuple[str, ...], dtype: str | None
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for key, value in keys.items():
+        writer.add_uint32(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = EngineConfig(
+        model=ModelSection(path=str(tmp_path / "model.gguf")),
+        graphs=GraphConfig(compress_weights=False),
+    )
+    assert kernel_libraries(config) == libraries
+    assert core_part(config) == (None if dtype is None else f"core-{dtype}")
 
 
 def test_a_part_is_not_compiled_where_the_whole_library_is() -> None:
