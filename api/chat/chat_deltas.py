@@ -117,8 +117,9 @@ class ChatOutputParser:
         if output.finish_reason is not None:
             events += self._counted(index, "", 0, parser.finish(), parser)
             cuts_call = parser.ends_in_call
-            ends_in_calls = parser.has_calls and output.finish_reason is FinishReason.stop
-            finish_reason = "tool_calls" if ends_in_calls else output.finish_reason.value
+            is_whole = output.finish_reason is FinishReason.stop and not cuts_call
+            has_calls = parser.has_calls and is_whole
+            finish_reason = "tool_calls" if has_calls else output.finish_reason.value
         events = [self._with_id(event) for event in events]
         return ChatDelta(output, events, finish_reason, num_reasoning, cuts_call)
 

@@ -63,7 +63,7 @@ def check(body: ChatCompletionRequest) -> None:
             param="echo",
             code="invalid_value",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError(
             "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value"
         )

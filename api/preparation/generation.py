@@ -181,7 +181,7 @@ def _fitted(
 ) -> tuple[list[int], SamplingParams]:
     """The prompt after truncation, and the parameters with its `max_tokens`."""
     model, most = defaults.model, defaults.default_max_tokens
-    prompt_token_ids = truncate(prompt_token_ids, sampling, model)
+    prompt_token_ids = truncate(prompt_token_ids, sampling, model, default_max_tokens=most)
     if sampling.max_tokens is None and most is not None:
         room = model.max_model_len - len(prompt_token_ids)
         sampling = sampling.with_max_tokens(max(1, min(most, room)))

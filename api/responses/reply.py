@@ -132,9 +132,11 @@ class ResponsesReply:
             else:
                 await self.whole()
         except asyncio.CancelledError:
+            self._blocks.finish(cuts_call=True)  # a later request must not get half of a call
             self._end = self._with_output("cancelled")
             raise
         except Exception as error:
+            self._blocks.finish(cuts_call=True)
             self._failed(error)
         finally:
             # A second cancellation does not stop it.

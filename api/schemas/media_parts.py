@@ -24,8 +24,8 @@ __all__ = (
     "VideoUrlPart",
 )
 
-# `auto` and `high` are the size that the model's checkpoint states. docs/images.md defines `low`.
-ImageDetail = Literal["auto", "low", "high"]
+# All but `low` are the size that the model's checkpoint states. docs/images.md defines `low`.
+ImageDetail = Literal["auto", "low", "high", "original"]
 # Names of the formats in docs/audio.md. They have no effect, because the bytes show the format.
 AudioFormat = Literal[
     "aac", "flac", "m4a", "mp3", "mp4", "mpeg", "mpga", "oga", "ogg", "opus", "wav", "webm"

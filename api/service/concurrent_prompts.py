@@ -32,6 +32,7 @@ Outputs = AsyncGenerator[RequestOutput, None]
 
 async def merged_outputs(
     generate: Callable[[int], AsyncIterator[RequestOutput]],
+    cut: Callable[[int], Iterable[RequestOutput]],
     num_prompts: int,
     window: asyncio.Semaphore,
 ) -> AsyncGenerator[IndexedOutput, None]:
@@ -39,10 +40,16 @@ async def merged_outputs(
 
     Args:
         generate: called with the index of a prompt; returns a generator of its outputs.
+        cut: called with the index of a prompt that its deadline has ended before its first output;
+            returns outputs that end its completions.
         num_prompts: number of prompts of the request.
         window: limits the prompts that are in the engines at once.
+
+    Raises:
+        DeadlineError: the deadline passed before the first output of all prompts.
     """
     queue: FairQueue[IndexedOutput | Exception | None] = FairQueue()
+    late: dict[int, DeadlineError] = {}  # by prompts without output
 
     async def pump(prompt_index: int) -> None:
         try:
@@ -50,6 +57,9 @@ async def merged_outputs(
             async with window, aclosing(cast("Outputs", outputs)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
+            queue.put_nowait(None)
+        except DeadlineError as error:
+            late[prompt_index] = error
             queue.put_nowait(None)
         except Exception as error:  # the reader raises it
             queue.put_nowait(error)
@@ -62,7 +72,7 @@ async def merged_outputs(
 
     starter = asyncio.create_task(begin())
     try:
-        num_running = num_prompts
+        num_running, has_outputs = num_prompts, False
         while num_running:
             item = await queue.get()
             if isinstance(item, Exception):
@@ -70,7 +80,13 @@ async def merged_outputs(
             if item is None:
                 num_running -= 1
             else:
+                has_outputs = True
                 yield item
+        for prompt_index, error in late.items():
+            if not has_outputs:
+                raise error
+            for output in cut(prompt_index):
+                yield prompt_index, output
     finally:
         # The web framework cancels a stream again at each `await`, until the stream has ended.
         await asyncio.shield(_cancel([starter], tasks))

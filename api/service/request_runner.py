@@ -35,7 +35,12 @@ from ostinato.runtime.errors import (
 )
 from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import EngineStats
-from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
+from ostinato.runtime.types.outputs import (
+    DEADLINE_REASON,
+    FinishReason,
+    PooledOutput,
+    RequestOutput,
+)
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
@@ -207,6 +212,7 @@ class RequestRunner:
                         window = asyncio.Semaphore(at_once)
                     merged = merged_outputs(
                         lambda index: self._client.generate(**arguments(index)),
+                        lambda index: _cut(generations[index]),
                         len(generations),
                         window,
                     )
@@ -347,6 +353,22 @@ def _window(client: Generator, num_candidates: int = 1) -> asyncio.Semaphore:
     """
     num_sequences = max(_LEAST_WINDOW, client.stats.max_num_seqs)
     return asyncio.Semaphore(max(1, num_sequences // num_candidates))
+
+
+def _cut(one: Generation) -> list[RequestOutput]:
+    """Outputs that end all completions of a prompt at the deadline, before their first token."""
+    return [
+        RequestOutput(
+            request_id=one.request_id,
+            index=index,
+            text_delta="",
+            new_token_ids=[],
+            finish_reason=FinishReason.length,
+            stop_reason=DEADLINE_REASON,
+            num_prompt_tokens=len(one.prompt_token_ids),
+        )
+        for index in range(one.sampling.n)
+    ]
 
 
 def _arguments(one: Generation, context: RequestContext, share: RequestShare) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ostinato.runtime.types.outputs import (
 )
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
-from ostinato.runtime.types.speculation import sum_reports
+from ostinato.runtime.types.speculation import SpeculationReport, sum_reports
 
 __all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
 
@@ -282,7 +282,8 @@ class _Candidate:
     def __init__(self, sampling: SamplingParams) -> None:
         self._first: RequestOutput | None = None
         self._last: RequestOutput | None = None
-        self._texts: list[str] = []
+        self._texts: list[str] = []  # the text that each token adds
+        self._reports: list[SpeculationReport | None] = []
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self._num_scored = 0
         self._events: list[TimelineEvent] = []
@@ -291,7 +292,11 @@ class _Candidate:
 
     def add(self, output: RequestOutput) -> None:
         self._first, self._last = self._first or output, output
-        self._texts.append(output.text_delta)
+        if output.new_token_ids:
+            self._texts += output.token_texts or [output.text_delta]
+        elif self._texts:  # text that was held back until the end
+            self._texts[-1] += output.text_delta
+        self._reports.append(output.speculation)
         self.token_ids += output.new_token_ids
         self._events += output.events or ()
         entries = output.logprobs or ()
@@ -320,9 +325,11 @@ class _Candidate:
             text_delta="".join(self._texts),
             new_token_ids=self.token_ids,
             logprobs=self._logprobs,
+            token_texts=self._texts if len(self._texts) > 1 else None,
             prompt_logprobs=scores,
             scheduled_time=self._first.scheduled_time,
             events=self._events or None,
+            speculation=sum_reports(self._reports),
         )
 
 

@@ -65,17 +65,28 @@ class TextEncoder(Protocol):
 
 
 def truncate(
-    prompt_token_ids: list[int], sampling: SamplingParams, model: ServedModel
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    model: ServedModel,
+    *,
+    default_max_tokens: int | None = None,
 ) -> list[int]:
     """The part of a prompt that `truncate_prompt_tokens` leaves.
 
-    The value -1 leaves room for `max_tokens` output tokens, or for one token without `max_tokens`.
+    The value -1 leaves room for `max_tokens` output tokens. Without `max_tokens`, a prompt that
+    fits stays whole. A longer one leaves room for `default_max_tokens`, or for a quarter of the
+    context if that is less.
     """
     limit = sampling.truncate_prompt_tokens
     if limit is None:
         return prompt_token_ids
     if limit == -1:
-        limit = max(1, model.max_model_len - (sampling.max_tokens or 1))
+        room = sampling.max_tokens
+        if room is None:
+            fits = len(prompt_token_ids) < model.max_model_len
+            share = model.max_model_len // 4
+            room = 1 if fits else min(share, default_max_tokens or share)
+        limit = max(1, model.max_model_len - room)
     if len(prompt_token_ids) <= limit:
         return prompt_token_ids
     return (

@@ -48,7 +48,7 @@ _PART_KEYS = {
     "image_pil": {"uuid", "detail"},
 }
 _URL_KEYS = {"url", "detail"}
-_DETAILS = ("auto", "low", "high")
+_DETAILS = ("auto", "low", "high", "original")
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):

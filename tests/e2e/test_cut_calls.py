@@ -49,6 +49,28 @@ class TestACallThatIsCut:
             ]
             assert call.function.arguments.startswith("".join(piece or "" for piece in pieces))
 
+    def test_a_stop_string_in_the_arguments(self, client, claude):
+        fields: dict[str, Any] = {"model": MODEL, "tools": [self.TOOL], "messages": HI}
+        fields |= {"tool_choice": "required", "temperature": 0, "max_tokens": 100, "stop": "city"}
+        (one,) = client.chat.completions.create(**fields).choices
+        assert (one.finish_reason, one.message.tool_calls) == ("stop", [])
+        *_, last = client.chat.completions.create(**fields, stream=True)
+        assert last.choices[0].finish_reason == "stop"
+        shape: Any = {"name": "get_weather", "input_schema": self.FUNCTION["parameters"]}
+        whole = claude.messages.create(
+            model=MODEL,
+            max_tokens=100,
+            messages=HI,
+            tools=[shape],
+            tool_choice={"type": "any"},
+            stop_sequences=["city"],
+        )
+        assert (whole.content, whole.stop_reason, whole.stop_sequence) == (
+            [],
+            "stop_sequence",
+            "city",
+        )
+
     def test_the_other_dialects(self, client, claude):
         tool: Any = {"type": "function", "strict": False, **self.FUNCTION}
         messages: Any = {"messages": HI, "tool_choice": {"type": "any"}}

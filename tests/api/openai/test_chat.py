@@ -84,6 +84,7 @@ class TestToGeneration:
             top_logprobs or 0
         )
         assert sampling_of_chat(logprobs=False).logprobs is None
+        assert sampling_of_chat(top_logprobs=0).logprobs is None
 
     def test_the_models_defaults_then_the_requests_values(self):
         model = msgspec.structs.replace(MODEL, default_sampling={"temperature": 0.6, "top_k": 20.0})
@@ -95,6 +96,17 @@ class TestToGeneration:
         assert sampling_of_chat(default_max_tokens=5).max_tokens == 5
         assert sampling_of_chat(default_max_tokens=500).max_tokens == 17
         assert sampling_of_chat(default_max_tokens=5, max_tokens=9).max_tokens == 9
+
+    def test_a_prompt_that_is_too_long_leaves_room_for_an_answer(self):
+        body, long = chat_body(truncate_prompt_tokens=-1), list(range(1, 50))
+
+        def fitted(**settings: int) -> tuple[list[int], int | None]:
+            one = to_generation(preparation(**settings), body, long, request_id="r")
+            return one.prompt_token_ids, one.sampling.max_tokens
+
+        assert fitted(default_max_tokens=3) == (long[-17:], 3)
+        assert fitted(default_max_tokens=500) == (long[-15:], 5)
+        assert fitted() == (long[-15:], 5)
 
     def test_the_newer_name_of_max_tokens(self):
         assert sampling_of_chat(max_completion_tokens=4).max_tokens == 4

@@ -8,6 +8,7 @@ from typing import Any
 from ostinato.runtime.types.outputs import FinishReason
 from tests.api.fake_client import scripted
 from tests.api.responses.scripted_answer import post, prompt
+from tests.api.responses.test_responses import TOOL
 from tests.waiting import wait_until
 
 WAITING = (scripted("Hel", [5]), None, scripted("lo", [6], finish_reason=FinishReason.stop))
@@ -59,6 +60,17 @@ def test_cancel(make):
     assert cancelled["output"][0]["content"][0]["text"] == "Hel"
     assert app.http.post(path).json() == get(app, answer).json() == cancelled
     assert app.http.post("/v1/responses/resp_none/cancel").status_code == 404
+
+
+def test_a_call_that_is_cancelled_is_not_continued(make):
+    app = make((scripted('<tool_call>\n{"name": "add", "arguments": {"a": 1', [5]), None))
+    answer = post(app, background=True, tools=[TOOL], tool_choice="required").json()
+    until(app, answer, "in_progress")
+    cancelled = app.http.post(f"/v1/responses/{answer['id']}/cancel").json()
+    (call,) = cancelled["output"]
+    assert (call["arguments"], call["status"]) == ('{"a": 1', "incomplete")
+    app.engine.released.set()
+    assert post(app, previous_response_id=answer["id"], input="more").status_code == 200
 
 
 def test_cancel_at_once(make):

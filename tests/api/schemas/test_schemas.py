@@ -224,7 +224,7 @@ class TestRefused:
             ({"type": "image_url", "image_url": {}}, "image_url.url", "missing_field"),
             ({"type": "image_url", "image_url": "data:", "size": 1}, "size", "unknown_parameter"),
             (
-                {"type": "image_url", "image_url": {"url": "data:", "detail": "original"}},
+                {"type": "image_url", "image_url": {"url": "data:", "detail": "huge"}},
                 "image_url.detail",
                 "invalid_value",
             ),

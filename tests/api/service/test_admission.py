@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from ostinato.api.http.api_keys import KeyRing, with_keys
 from ostinato.conf.sections.server_schema import ServerConfig
 from ostinato.runtime.errors import DeadlineError, StartupError
 from ostinato.runtime.types.engine_info import EngineStats
-from tests.api.fake_client import HELLO, FakeClient
+from ostinato.runtime.types.outputs import FinishReason
+from tests.api.fake_client import HELLO, FakeClient, scripted
 from tests.waiting import wait_until
 
 KEYS = ["first-key", "second-key"]
@@ -243,6 +246,33 @@ class TestDeadline:
         assert error_of(response)["type"] == "server_error"
         assert error_of(response)["code"] == "deadline_exceeded"
         assert response.headers["x-should-retry"] == "false"
+
+    def test_prompts_without_a_token_end_beside_others(self, make_app):
+        app = make_app([scripted("Hello", [5], finish_reason=FinishReason.stop)])
+        ends = app.engine.generate
+
+        async def generate(request_id: str, prompt_token_ids: list[int], *rest: Any, **more: Any):
+            if prompt_token_ids != [1]:
+                raise DeadlineError("over")
+            async for output in ends(request_id, prompt_token_ids, *rest, **more):
+                yield output
+
+        app.engine.generate = generate
+        body = {"prompt": [[2], [1], [3]], "n": 2, "deadline_ms": 5}
+        reply = app.http.post("/v1/completions", json=body).json()
+        late = ("", "length", "deadline_exceeded")
+        assert [
+            (one["text"], one["finish_reason"], one["stop_reason"]) for one in reply["choices"]
+        ] == [late] * 2 + [("Hello", "stop", None)] * 2 + [late] * 2
+        assert reply["usage"]["completion_tokens"] == 2
+        stream = app.http.post("/v1/completions", json=body | {"stream": True}).text
+        chunks = [
+            json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")
+        ]
+        ends_of = [one for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
+        assert sorted(one["index"] for one in ends_of) == [0, 1, 2, 3, 4, 5]
+        body["prompt"] = [[2], [3]]
+        assert app.http.post("/v1/completions", json=body).status_code == 504
 
 
 class TestCors:

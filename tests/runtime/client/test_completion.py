@@ -159,6 +159,23 @@ def test_the_best_of_several_are_given_when_all_have_ended() -> None:
     assert completions.unfinished_ids == []
 
 
+def test_the_best_keeps_the_text_of_each_token() -> None:
+    sampling = SamplingParams(best_of=2)
+    model = ServedModel(name="m", max_model_len=20, vocab_size=9, eos_token_ids=(6,), tokenizer="")
+    completions = PromptCompletions(make_requests("r", [1], sampling, model), sampling, Words())
+    outputs: list[RequestOutput] = []
+    for index in (0, 1):
+        report, logprobs = SpeculationReport(1, 2 - index), [TokenLogprobs(-index, 1, [], [])]
+        for tokens, finish in (([3], None), ([1, 2], FinishReason.length)):
+            entries = logprobs * len(tokens)
+            outputs = completions.process(
+                SequenceOutput(f"r:{index}", tokens, finish, None, entries, speculation=report)
+            )
+    (best,) = outputs
+    assert (best.text_delta, best.token_texts) == (" three one two", [" three", " one", " two"])
+    assert best.speculation == SpeculationReport(2, 4)
+
+
 def test_a_failed_candidate_ends_them_all() -> None:
     sampling = SamplingParams(best_of=2)
     model = ServedModel(name="m", max_model_len=20, vocab_size=9, eos_token_ids=(6,), tokenizer="")

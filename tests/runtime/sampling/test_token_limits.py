@@ -149,7 +149,9 @@ def test_truncation_takes_either_end() -> None:
     assert kept(truncate_prompt_tokens=3, max_tokens=4) == [47, 48, 49]
     assert kept(truncate_prompt_tokens=3, truncation_side="right", max_tokens=4) == [0, 1, 2]
     assert kept(truncate_prompt_tokens=-1, max_tokens=4) == list(range(34, 50))
-    assert kept(truncate_prompt_tokens=-1, max_tokens=None) == list(range(31, 50))
+    assert kept(truncate_prompt_tokens=-1, max_tokens=None) == list(range(35, 50))
+    prompt = list(range(19))
+    assert kept(truncate_prompt_tokens=-1, max_tokens=None) == prompt
     with pytest.raises(InvalidRequestError, match="all stop tokens"):
         resolve([1], SamplingParams(allowed_token_ids=(2,), min_tokens=1, max_tokens=4), model)
 
