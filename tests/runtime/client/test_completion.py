@@ -168,9 +168,8 @@ def test_the_best_keeps_the_text_of_each_token() -> None:
         report, logprobs = SpeculationReport(1, 2 - index), [TokenLogprobs(-index, 1, [], [])]
         for tokens, finish in (([3], None), ([1, 2], FinishReason.length)):
             entries = logprobs * len(tokens)
-            outputs = completions.process(
-                SequenceOutput(f"r:{index}", tokens, finish, None, entries, speculation=report)
-            )
+            output = SequenceOutput(f"r:{index}", tokens, finish, None, entries, speculation=report)
+            outputs = list(completions.process(output))
     (best,) = outputs
     assert (best.text_delta, best.token_texts) == (" three one two", [" three", " one", " two"])
     assert best.speculation == SpeculationReport(2, 4)
