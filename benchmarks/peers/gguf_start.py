@@ -6,11 +6,6 @@ It measures the seconds from the start of the process until a completion of one 
 answered. The first start of `run serve` with a file is not counted: it makes the programs that
 later starts load. The file is in the operating system's file cache. Processes that write no
 bytecode (PYTHONDONTWRITEBYTECODE) compile their modules at every start, so the variable is emptied.
-
-The host of a virtual machine can take memory that is free there, and give it again when it is
-written. Such a page is written ten times as slowly as others. An engine that maps its weights from
-the file needs less new memory than one that packs them. With `--given-gib N`, this program writes
-and frees N GiB just before each start, so that the host has given them.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import mmap
 import os
 import signal
 import socket
@@ -45,7 +39,6 @@ _BODY = json.dumps({"prompt": "Hello", "max_tokens": 1, "temperature": 0})
 _START_S = 300.0
 _POLL_S = 0.02
 _LOG_BYTES = 2000
-_PIECE_BYTES = 1 << 20
 _OURS, _PEER = "ostinato", "llama.cpp"
 
 
@@ -111,26 +104,13 @@ def _commands(file: str, llama_server: str | None) -> dict[str, Callable[[int], 
     return commands
 
 
-def _write_and_free(num_bytes: int) -> None:
-    """Write new memory and free it."""
-    piece = bytes(_PIECE_BYTES)
-    with mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        while len(piece) <= len(memory) - memory.tell():
-            memory.write(piece)
-
-
-def _measure(
-    files: list[str], llama_server: str | None, rounds: int, given_gib: int
-) -> list[dict[str, Any]]:
+def _measure(files: list[str], llama_server: str | None, rounds: int) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for file in files:
         name, commands = Path(file).name, _commands(file, llama_server)
         first_answer_s(commands[_OURS])
         for number in range(rounds):
             for engine, command in commands.items():
-                if given_gib:
-                    _write_and_free(given_gib << 30)
                 load = LoadMeter()
                 seconds = first_answer_s(command)
                 print(f"{name}, round {number + 1}: {engine} {seconds:.2f} s", flush=True)
@@ -173,14 +153,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE.gguf")
     parser.add_argument("--llama-cpp", metavar="LLAMA_SERVER", help="measure it too")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--given-gib", type=int, default=0, metavar="N", help="see above")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     options = parser.parse_args(arguments)
-    results = _measure(options.files, options.llama_cpp, options.rounds, options.given_gib)
+    results = _measure(options.files, options.llama_cpp, options.rounds)
     _print_table(results)
     if options.json is not None:
-        conditions = basic_conditions() | {"given_gib": options.given_gib}
-        write_json({"conditions": conditions, "results": results}, options.json)
+        write_json({"conditions": basic_conditions(), "results": results}, options.json)
     return 0
 
 
