@@ -58,8 +58,8 @@ def bundle_root(graphs: GraphConfig) -> Path:
 def kernel_libraries(config: EngineConfig) -> tuple[str, ...]:
     """The native libraries (ops/native/build.py) that an engine's model calls on a CPU.
 
-    A model of a hub may also have experts or recurrent layers. The plan shows it, and their kernels
-    are loaded then.
+    A model of a hub may also have quantised weights, experts or recurrent layers, and a GGUF file
+    recurrent layers. The plan shows it, and their kernels are loaded then.
     """
     model = config.model
     gguf = _guess_gguf(model)

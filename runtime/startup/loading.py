@@ -197,16 +197,26 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
 def _load_kernels(plan: EnginePlan) -> None:
     """Load the kernels that the model calls."""
     part = core_part(plan.config)
+    source = plan.source
     libraries = dict.fromkeys(kernel_libraries(plan.config))
-    if plan.source.config.recurrent is not None:
+    if source.config.recurrent is not None:
         libraries["recurrent"] = None
-    if plan.source.config.moe is not None and "quantized" in libraries:
-        libraries["quantized_moe"] = None
+    if source.weights.uses_cpu_kernels and source.weights.quantization != "none":
+        libraries["quantized"] = None
+        if _has_experts(source):
+            libraries["quantized_moe"] = None
     for library in libraries:
         if library == "core" and part is not None and _suffices(part, plan):
             native.load_part(part)
         else:
             native.load(library)
+
+
+def _has_experts(source: ModelSource) -> bool:
+    """Whether a model has experts. The config of a traced model has only the keys of its file."""
+    if source.config.traced is None:
+        return source.config.moe is not None
+    return any("expert" in key for key in source.checkpoint.hf_config)
 
 
 def _suffices(part: str, plan: EnginePlan) -> bool:

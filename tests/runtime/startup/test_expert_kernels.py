@@ -10,7 +10,9 @@ import pytest
 from ostinato import LLM, SamplingParams
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import ExpertKernels
+from ostinato.ops.native import library
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup import loading
 from ostinato.runtime.startup.loading import open_bundle
 from ostinato.runtime.startup.plan import engine_plan
 from ostinato.runtime.startup.plan.engine_plan import make_plan
@@ -30,6 +32,27 @@ CHOSEN = ("graphs.experts=flashinfer", "graphs.pack_weights=false")
 
 def config(*words: str, model: dict[str, object] = MOE) -> RunConfig:
     return tiny_config(*words, model__config=model)
+
+
+@pytest.mark.compiles_late
+def test_the_plan_shows_kernels_that_the_configuration_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a quantised model of a hub, whose config.json is read after its download."""
+    loaded: set[str] = set()
+    load_whole = library.load
+
+    def load(name: str) -> object:
+        loaded.add(name)
+        return load_whole(name)
+
+    monkeypatch.setattr(loading, "kernel_libraries", lambda config: ("core",))
+    monkeypatch.setattr(library, "load", load)
+    LLM(config=config("model.quantization=int8", "device.name=cpu"))
+    assert loaded == {"core", "quantized", "quantized_moe"}
+    loaded.clear()
+    LLM(config=config("model.quantization=int8", "device.name=cpu", model=MODEL))
+    assert "quantized_moe" not in loaded
 
 
 def refusal(run: RunConfig) -> str:
