@@ -23,8 +23,8 @@ from ostinato.api.schemas.client_fields import (
 )
 from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort, TextInput
 from ostinato.api.schemas.generation_fields import Int32
-from ostinato.api.schemas.media_parts import ImageDetail
 from ostinato.api.schemas.response_format import JsonObjectFormat, TextFormat
+from ostinato.runtime.types.images import ImageDetail
 from ostinato.runtime.types.params import MAX_LOGPROBS, RepetitionDetectionParams
 
 __all__ = (

@@ -8,11 +8,11 @@ import msgspec
 
 from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
 from ostinato.runtime.media_files.media_kinds import MediaKind
+from ostinato.runtime.types.images import ImageDetail
 
 __all__ = (
     "AudioUrl",
     "AudioUrlPart",
-    "ImageDetail",
     "ImageUrl",
     "ImageUrlPart",
     "InputAudio",
@@ -24,8 +24,6 @@ __all__ = (
     "VideoUrlPart",
 )
 
-# All but `low` are the size that the model's checkpoint states. docs/images.md defines `low`.
-ImageDetail = Literal["auto", "low", "high", "original"]
 # Names of the formats in docs/audio.md. They have no effect, because the bytes show the format.
 AudioFormat = Literal[
     "aac", "flac", "m4a", "mp3", "mp4", "mpeg", "mpga", "oga", "ogg", "opus", "wav", "webm"

@@ -82,9 +82,9 @@ async def merged_outputs(
             else:
                 has_outputs = True
                 yield item
-        for prompt_index, error in late.items():
-            if not has_outputs:
-                raise error
+        if late and not has_outputs:
+            raise next(iter(late.values()))
+        for prompt_index in late:
             for output in cut(prompt_index):
                 yield prompt_index, output
     finally:

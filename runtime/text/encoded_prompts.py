@@ -6,7 +6,7 @@ import asyncio
 import reprlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import msgspec
 
@@ -30,7 +30,7 @@ from ostinato.runtime.media_files.part_keys import check_keys
 from ostinato.runtime.text.offline_prompts import MediaPrompt, Prompt
 from ostinato.runtime.types.audio import PromptAudio, PromptSound
 from ostinato.runtime.types.engine_info import ServedModel
-from ostinato.runtime.types.images import PromptImage
+from ostinato.runtime.types.images import ImageDetail, PromptImage
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.transcript_rules import TranscriptRules
 from ostinato.runtime.video.offline_videos import VIDEO_KINDS, video_of_part
@@ -48,7 +48,7 @@ _PART_KEYS = {
     "image_pil": {"uuid", "detail"},
 }
 _URL_KEYS = {"url", "detail"}
-_DETAILS = ("auto", "low", "high", "original")
+_DETAILS = get_args(ImageDetail)
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,21 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-__all__ = ("PreparedImages", "PromptImage", "count_extra_positions", "image_digest")
+__all__ = (
+    "ImageDetail",
+    "PreparedImages",
+    "PromptImage",
+    "count_extra_positions",
+    "image_digest",
+)
+
+ImageDetail = Literal["auto", "low", "high", "original"]
+"""The field `detail` of a request's image. docs/images.md defines `low`; all others are the size
+that the model's checkpoint states."""
 
 
 def image_digest(height: int, width: int, pixels: bytes | memoryview) -> bytes:

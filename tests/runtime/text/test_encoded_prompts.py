@@ -96,6 +96,7 @@ def test_conversations(model: Model):
     for part in (
         {"type": "image_pil", "image_pil": image},
         {"type": "image_url", "image_url": {"url": url, "detail": "high"}, "uuid": "u"},
+        {"type": "image_url", "image_url": {"url": url, "detail": "original"}},
         {"type": "image_url", "image_url": url},
         {"type": "input_image", "image_url": url},
     ):
