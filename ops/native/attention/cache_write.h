@@ -4,6 +4,7 @@
 #include "attention/plan.h"
 #include "core/division.h"
 #include "core/elements.h"
+#include "core/register_tiles.h"
 
 namespace ostinato::attention {
 

@@ -10,7 +10,7 @@
 // Parts are multiplied in order, so a sum runs over the elements in order.
 #pragma once
 
-#include "core/simd.h"
+#include "core/register_tiles.h"
 
 #include <type_traits>
 
@@ -37,7 +37,7 @@ struct FloatStep {
 #endif
   OSTINATO_INLINE static F32 broadcast(const float* p) { return ostinato::broadcast(*p); }
   OSTINATO_INLINE static F32 without_odd(F32 x) { return x; }
-  OSTINATO_INLINE static F32 accumulate(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
+  OSTINATO_INLINE static void accumulate(F32& sum, F32 a, F32 b) { sum = fma(a, b, sum); }
 };
 
 // Two bfloat16, the earlier one in the low half, widened to floats as they are loaded.
@@ -62,7 +62,7 @@ struct WideningStep {
   }
 #endif
   OSTINATO_INLINE static F32 broadcast(const float* p) { return ostinato::broadcast(*p); }
-  OSTINATO_INLINE static F32 accumulate(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
+  OSTINATO_INLINE static void accumulate(F32& sum, F32 a, F32 b) { add_product(sum, a, b); }
 
  private:
   template <int kPart>
@@ -93,7 +93,7 @@ struct ByteStep {
 #endif
   OSTINATO_INLINE static F32 broadcast(const float* p) { return ostinato::broadcast(*p); }
   OSTINATO_INLINE static F32 without_odd(F32 x) { return x; }
-  OSTINATO_INLINE static F32 accumulate(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
+  OSTINATO_INLINE static void accumulate(F32& sum, F32 a, F32 b) { sum = fma(a, b, sum); }
 };
 
 #if OSTINATO_ISA >= 3 && !OSTINATO_AMX
@@ -122,9 +122,7 @@ struct PairStep {
   OSTINATO_INLINE static __m512bh without_odd(__m512bh x) {
     return (__m512bh)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(0xffff));
   }
-  OSTINATO_INLINE static F32 accumulate(F32 sum, __m512bh a, __m512bh b) {
-    return {_mm512_dpbf16_ps(sum.v, a, b)};
-  }
+  OSTINATO_INLINE static void accumulate(F32& sum, __m512bh a, __m512bh b) { sum.v = _mm512_dpbf16_ps(sum.v, a, b); }
 };
 #endif
 

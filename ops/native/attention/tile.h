@@ -97,7 +97,7 @@ void score(const typename S::Factor* queries, int num_steps, const typename S::S
       for (int r = 0; r < kRows; ++r) {
         const auto factor = S::broadcast(queries + (r * num_steps + step) * S::kParts + kPart);
 #pragma GCC unroll 8
-        for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], keys[c], factor);
+        for (int c = 0; c < kVectors; ++c) S::accumulate(sum[r][c], keys[c], factor);
       }
     });
   }
@@ -144,7 +144,7 @@ void add_values(const ValueRows<S>& values, int column, float* out, int out_stri
       for (int r = 0; r < kRows; ++r) {
         const auto factor = S::broadcast(weights + r * num_factors<S>(kTile) + kPart);
 #pragma GCC unroll 8
-        for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], columns[c], factor);
+        for (int c = 0; c < kVectors; ++c) S::accumulate(sum[r][c], columns[c], factor);
       }
     });
     weights += S::kParts;

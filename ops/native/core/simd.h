@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #endif
 
-#define OSTINATO_INLINE inline __attribute__((always_inline))
+#define OSTINATO_INLINED __attribute__((always_inline))  // of a lambda
+#define OSTINATO_INLINE inline OSTINATO_INLINED
 
 namespace ostinato {
 
@@ -351,42 +352,6 @@ OSTINATO_INLINE void transpose(F32* rows) {
 }
 
 #endif
-
-// Each lane holds two bfloat16: the earlier in its low half, the later in its high half. These functions return one of
-// the two as floats.
-OSTINATO_INLINE F32 low_of_pairs(F32 pairs) {
-#if OSTINATO_ISA >= 2
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))};
-#elif OSTINATO_ISA == 1
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))};
-#else
-  return {(FloatLanes)((UintLanes)pairs.v << 16)};
-#endif
-}
-OSTINATO_INLINE F32 high_of_pairs(F32 pairs) {
-#if OSTINATO_ISA >= 2
-  return {_mm512_castsi512_ps(
-      _mm512_and_si512(_mm512_castps_si512(pairs.v), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-#elif OSTINATO_ISA == 1
-  return {_mm256_castsi256_ps(
-      _mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
-#else
-  return {(FloatLanes)((UintLanes)pairs.v & 0xffff0000u)};
-#endif
-}
-
-// The inverse: `low` and `high` are bfloat16 widened to floats.
-OSTINATO_INLINE F32 pair_up(F32 low, F32 high) {
-#if OSTINATO_ISA >= 2
-  return {_mm512_castsi512_ps(
-      _mm512_or_si512(_mm512_castps_si512(high.v), _mm512_srli_epi32(_mm512_castps_si512(low.v), 16)))};
-#elif OSTINATO_ISA == 1
-  return {_mm256_castsi256_ps(
-      _mm256_or_si256(_mm256_castps_si256(high.v), _mm256_srli_epi32(_mm256_castps_si256(low.v), 16)))};
-#else
-  return {(FloatLanes)((UintLanes)high.v | ((UintLanes)low.v >> 16))};
-#endif
-}
 
 #if OSTINATO_ISA < 2
 template <class T>

@@ -28,8 +28,10 @@ constexpr int64_t kStepPairBytes = 3 * 64;
 constexpr int64_t kChunkBytes = kChunkSteps / 2 * kStepPairBytes;
 constexpr int kCodes = 16;
 
-// Bytes ahead of the present weights that are prefetched into the second level cache.
-constexpr int64_t kCompressedFetch = 4096;
+// Prefetches the two steps 4 KiB behind those at `pair` into the second level cache.
+OSTINATO_INLINE void fetch_pair(const uint8_t* pair) {
+  for (int line = 0; line < 3; ++line) __builtin_prefetch(pair + 4096 + line * 64, 0, 2);
+}
 
 // The byte of a line for a value of its step.
 constexpr int place_in_line(int value) { return value % 32 / 8 * 16 + value / 32 * 8 + value % 8; }
@@ -81,9 +83,25 @@ struct CompressedWeight {
   int64_t steps;
 };
 
+#if OSTINATO_ISA >= 1
+// Parts of a step that are widened in registers: two vectors, at columns width * part and 16 + width * part.
+constexpr int kStepParts = kPanel / 2 / F32::width;
+#endif
+
 // Joins codes and bytes to values. All forms give the same bits.
 class Widener {
  public:
+#if OSTINATO_ISA >= 1
+  // The two steps at `pair`, in the order of layout.h.
+  OSTINATO_INLINE void widen(const uint8_t* pair, uint32_t* out) const {
+    for (int part = 0; part < kStepParts; ++part, out += F32::width) {
+      F32 units[2][2];
+      widen(pair, part, units);
+      for (int i = 0; i < 4; ++i) store(reinterpret_cast<float*>(out + 16 * i), units[i / 2][i % 2]);
+    }
+  }
+#endif
+
 #if OSTINATO_ISA >= 2
   explicit Widener(const uint8_t* exponents) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents)));
@@ -91,28 +109,22 @@ class Widener {
     low_ = _mm512_and_si512(_mm512_slli_epi16(table, 7), _mm512_set1_epi8(-128));
   }
 
-  // The two steps at `pair`: units [0, 16) and [16, 32) of the first one, then of the second one.
-  OSTINATO_INLINE void widen(const uint8_t* pair, __m512i (&units)[4]) const {
+  // A part of each of the two steps at `pair`.
+  OSTINATO_INLINE void widen(const uint8_t* pair, int, F32 (&units)[2][2]) const {
     const __m512i mask = _mm512_set1_epi8(15);
     const __m512i codes = _mm512_loadu_si512(pair);
-    join(_mm512_and_si512(codes, mask), _mm512_loadu_si512(pair + 64), units);
-    join(_mm512_and_si512(_mm512_srli_epi16(codes, 4), mask), _mm512_loadu_si512(pair + 128), units + 2);
-  }
-
-  OSTINATO_INLINE void widen(const uint8_t* pair, uint32_t* out) const {
-    __m512i units[4];
-    widen(pair, units);
-    for (int i = 0; i < 4; ++i) _mm512_storeu_si512(out + 16 * i, units[i]);
+    join(_mm512_and_si512(codes, mask), _mm512_loadu_si512(pair + 64), units[0]);
+    join(_mm512_and_si512(_mm512_srli_epi16(codes, 4), mask), _mm512_loadu_si512(pair + 128), units[1]);
   }
 
  private:
-  OSTINATO_INLINE void join(__m512i codes, __m512i bytes, __m512i* units) const {
+  OSTINATO_INLINE void join(__m512i codes, __m512i bytes, F32* units) const {
     const __m512i sign = _mm512_set1_epi8(-128);
     // (bytes & sign) | exponent's high bits, and (bytes & ~sign) | its lowest bit
     const __m512i high = _mm512_ternarylogic_epi32(bytes, sign, _mm512_shuffle_epi8(high_, codes), 0xea);
     const __m512i low = _mm512_ternarylogic_epi32(bytes, sign, _mm512_shuffle_epi8(low_, codes), 0xba);
-    units[0] = _mm512_unpacklo_epi8(low, high);
-    units[1] = _mm512_unpackhi_epi8(low, high);
+    units[0] = {_mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high))};
+    units[1] = {_mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high))};
   }
 
   __m512i high_;
@@ -124,23 +136,24 @@ class Widener {
     low_ = _mm256_and_si256(_mm256_slli_epi16(table, 7), _mm256_set1_epi8(-128));
   }
 
-  OSTINATO_INLINE void widen(const uint8_t* pair, uint32_t* out) const {
+  // A part of each of the two steps at `pair`.
+  OSTINATO_INLINE void widen(const uint8_t* pair, int part, F32 (&units)[2][2]) const {
     const __m256i mask = _mm256_set1_epi8(15);
-    for (int half = 0; half < 2; ++half, pair += 32, out += 8) {
-      const auto at = [&](int line) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair + 64 * line)); };
-      const __m256i codes = at(0);
-      join(_mm256_and_si256(codes, mask), at(1), out);
-      join(_mm256_and_si256(_mm256_srli_epi16(codes, 4), mask), at(2), out + kPanel);
-    }
+    const auto line = [&](int index) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair + 64 * index + 32 * part));
+    };
+    const __m256i codes = line(0);
+    join(_mm256_and_si256(codes, mask), line(1), units[0]);
+    join(_mm256_and_si256(_mm256_srli_epi16(codes, 4), mask), line(2), units[1]);
   }
 
  private:
-  OSTINATO_INLINE void join(__m256i codes, __m256i bytes, uint32_t* out) const {
+  OSTINATO_INLINE void join(__m256i codes, __m256i bytes, F32* units) const {
     const __m256i sign = _mm256_set1_epi8(-128);
     const __m256i high = _mm256_or_si256(_mm256_and_si256(bytes, sign), _mm256_shuffle_epi8(high_, codes));
     const __m256i low = _mm256_or_si256(_mm256_andnot_si256(sign, bytes), _mm256_shuffle_epi8(low_, codes));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_unpacklo_epi8(low, high));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_unpackhi_epi8(low, high));
+    units[0] = {_mm256_castsi256_ps(_mm256_unpacklo_epi8(low, high))};
+    units[1] = {_mm256_castsi256_ps(_mm256_unpackhi_epi8(low, high))};
   }
 
   __m256i high_;
@@ -199,7 +212,7 @@ class PanelReader {
   [[gnu::noinline]] void widen_chunk(int64_t index, uint32_t* units) {
     const uint8_t* pair = chunk(index);
     for (int step = 0; step < kChunkSteps; step += 2, pair += kStepPairBytes) {
-      for (int line = 0; line < 3; ++line) __builtin_prefetch(pair + kCompressedFetch + line * 64, 0, 2);
+      fetch_pair(pair);
       widener_.widen(pair, units + step * kPanel);
     }
     if (has_exceptions(index)) put_exceptions(index, units);

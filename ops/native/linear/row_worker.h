@@ -24,8 +24,8 @@ inline void widen_pairs(const float* pairs, int rows, int64_t steps, float* pack
     if ((steps - step) * rows >= F32::width) {
       // The next floats overwrite the lanes past the last row.
       const F32 units = load(from);
-      store(even, even_elements(units));
-      store(even + rows, odd_elements(units));
+      store(even, low_of_pairs(units));
+      store(even + rows, high_of_pairs(units));
     } else {
       for (int r = 0; r < rows; ++r) {
         const auto pair = bit_cast<uint32_t>(from[r]);
@@ -133,7 +133,7 @@ class RowWorker {
       const int64_t end = std::min(pass + kStepsPerPass, weight_.steps);
       if constexpr (Steps::kFewRows > 0) {
         if (p_.rows <= Steps::kFewRows) {
-          weight.multiply(activations_ + pass * rows, pass, end, static_cast<int>(rows), sums);
+          weight.multiply(activations_ + pass * rows * Kind::kFloats, pass, end, static_cast<int>(rows), sums);
           continue;
         }
       }

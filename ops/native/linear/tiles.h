@@ -6,8 +6,8 @@
 // do not depend on other rows.
 #pragma once
 
+#include "core/register_tiles.h"
 #include "linear/layout.h"
-#include "core/simd.h"
 
 #include <array>
 #include <utility>
@@ -60,9 +60,17 @@ OSTINATO_INLINE void add_products(F32 (&sum)[R][V], const float* x, const F32 (&
   for (int r = 0; r < R; ++r) {
     const F32 value = broadcast(x[r]);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sum[r][v] = fma(value, columns[v], sum[r][v]);
+    for (int v = 0; v < V; ++v) {
+      if constexpr (R * V > 8) {
+        add_product(sum[r][v], value, columns[v]);
+      } else {
+        sum[r][v] = fma(value, columns[v], sum[r][v]);
+      }
+    }
   }
 }
+
+// A kind of weights has step(sum, x, units): sum[r][v] += x[r] * units(v), for one unit of K.
 
 // float32 weights: a unit is one float.
 struct Float32 {
@@ -70,40 +78,14 @@ struct Float32 {
   static constexpr int kElements = 1;  // elements of K in a unit of the weight
   static constexpr int kFloats = 1;    // four-byte values of a packed activation row for each unit of the weight
 
-  template <int R, int V>
-  OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const uint32_t* w) {
+  template <int R, int V, class Units>
+  OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const Units& units) {
     F32 columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = load(reinterpret_cast<const float*>(w) + v * F32::width);
+    for (int v = 0; v < V; ++v) columns[v] = units(v);
     add_products(sum, x, columns);
   }
 };
-
-// The first or the second of each pair of bfloat16, as floats.
-#if OSTINATO_ISA >= 2
-OSTINATO_INLINE F32 even_elements(F32 pairs) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))};
-}
-OSTINATO_INLINE F32 odd_elements(F32 pairs) {
-  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs.v), mask))};
-}
-#elif OSTINATO_ISA == 1
-OSTINATO_INLINE F32 even_elements(F32 pairs) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))};
-}
-OSTINATO_INLINE F32 odd_elements(F32 pairs) {
-  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs.v), mask))};
-}
-#else
-OSTINATO_INLINE F32 even_elements(F32 pairs) {
-  return {(FloatLanes)((IntLanes)pairs.v << 16)};
-}
-OSTINATO_INLINE F32 odd_elements(F32 pairs) {
-  return {(FloatLanes)((IntLanes)pairs.v & static_cast<int32_t>(0xffff0000u))};
-}
-#endif
 
 #if OSTINATO_ISA >= 3
 
@@ -113,11 +95,11 @@ struct BFloat16Pairs {
   static constexpr int kElements = 2;
   static constexpr int kFloats = 1;
 
-  template <int R, int V>
-  OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const uint32_t* w) {
+  template <int R, int V, class Units>
+  OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const Units& units) {
     __m512bh columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = (__m512bh)_mm512_loadu_si512(w + v * F32::width);
+    for (int v = 0; v < V; ++v) columns[v] = (__m512bh)units(v).v;
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
       const auto pair = (__m512bh)broadcast(x[r]).v;
@@ -135,14 +117,14 @@ struct BFloat16Pairs {
   static constexpr int kElements = 2;
   static constexpr int kFloats = 2;
 
-  template <int R, int V>
-  OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const uint32_t* w) {
+  template <int R, int V, class Units>
+  OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const Units& units) {
     F32 columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = even_elements(load(reinterpret_cast<const float*>(w) + v * F32::width));
+    for (int v = 0; v < V; ++v) columns[v] = low_of_pairs(units(v));
     add_products(sum, x, columns);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = odd_elements(load(reinterpret_cast<const float*>(w) + v * F32::width));
+    for (int v = 0; v < V; ++v) columns[v] = high_of_pairs(units(v));
     add_products(sum, x + R, columns);
   }
 };
@@ -171,7 +153,7 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, Sum mod
     const uint32_t* units = w + column;
     const char* fetched = fetch.begin + column * fetch.per_column;
     const int64_t per_step = fetch.per_step;
-    const auto advance = [&] {
+    const auto advance = [&]() OSTINATO_INLINED {
       if constexpr (tall || (OSTINATO_ISA == 1 && Kind::kFloats == 2)) {
         // With tall tiles the hardware's prefetcher falls behind. Prefetching makes short tiles slower with AVX-512. On
         // a processor that has only AVX2 it makes them faster if they widen their weights, and else slower.
@@ -179,7 +161,8 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, Sum mod
         if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64, 0, 2);
         fetched += per_step;
       }
-      Kind::template step<R, V>(sum, values, units);
+      const auto* vectors = reinterpret_cast<const float*>(units);
+      Kind::step(sum, values, [&](int v) OSTINATO_INLINED { return load(vectors + v * F32::width); });
       values += R * Kind::kFloats;
       units += kPanel;
     };
