@@ -86,7 +86,8 @@ constexpr std::array<MultiplyCompressed, sizeof...(R)> make_multiply_compressed(
 class CompressedSteps {
  public:
   using Weight = CompressedWeight;
-  static constexpr int64_t kMost = 4 * kChunkSteps;  // at a time: 8 KiB when widened
+  // Steps at a time: 16 KiB when widened with AVX2, a whole pass, and 8 KiB otherwise.
+  static constexpr int64_t kMost = (OSTINATO_ISA == 1 ? 8 : 4) * kChunkSteps;
   // Up to which widening weights anew for each step of K is faster than storing them.
   static constexpr int kFewRows = OSTINATO_ISA >= 2 ? 8 : OSTINATO_ISA == 1 ? 4 : 0;
 
