@@ -34,6 +34,7 @@ from ostinato.runtime.offline.offline_pooling import (
     default_pooling,
     text_pairs,
 )
+from ostinato.runtime.offline.offline_steps import OfflineSteps
 from ostinato.runtime.offline.offline_transcripts import OfflineTranscriber, TranscriptSampling
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup.build_engine import build_engine
@@ -109,8 +110,9 @@ class LLM:
         self._request_ids = (f"offline-{number}" for number in itertools.count())
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)
-        self._pooler = OfflinePooler(self._engine, self._request_ids)
-        self._adapters = OfflineAdapters(self._engine, config.lora)
+        steps = OfflineSteps(self._engine)
+        self._pooler = OfflinePooler(self.model, steps, self._request_ids)
+        self._adapters = OfflineAdapters(self._engine, steps, config.lora)
         self.tokenizer: Tokenizer | None = (
             Tokenizer.from_path(self.model.tokenizer, chat_template_file=config.model.chat_template)
             if self.model.tokenizer
@@ -120,6 +122,7 @@ class LLM:
         self._inputs = PromptInputs(self.model, self.tokenizer, media)
         self._generator = OfflineGenerator(
             self._engine,
+            steps,
             self.tokenizer,
             self._request_ids,
             self._grammars,
@@ -309,6 +312,9 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the outputs of a prompt or conversation. Closing the iterator ends the request.
+
+        Between two outputs, any method of this object may be called. Streams that are open at the
+        same time run in one batch.
 
         Args:
             prompt: a prompt as for `generate`, or a conversation as for `chat`.

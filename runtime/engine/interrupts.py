@@ -7,20 +7,8 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from ostinato.runtime.types.outputs import SequenceOutput
-
-if TYPE_CHECKING:
-    from ostinato.runtime.engine.engine import Engine
-
-__all__ = ("interrupts_later", "whole_step")
-
-
-def whole_step(engine: Engine) -> list[SequenceOutput]:
-    """`Engine.step`; a Ctrl-C waits for its end, because no step can follow one that is cut."""
-    with interrupts_later():
-        return engine.step()
+__all__ = ("interrupts_later",)
 
 
 @contextmanager

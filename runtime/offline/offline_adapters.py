@@ -11,8 +11,8 @@ from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.runtime.client.adapter_loading import digest_of, find_adapter
 from ostinato.runtime.client.adapter_registry import AdapterRegistry
 from ostinato.runtime.client.requested_adapters import RequestedAdapters
-from ostinato.runtime.engine.interrupts import whole_step
 from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.offline.offline_steps import OfflineSteps
 from ostinato.runtime.types.adapters import LoRARequest, ServedAdapter
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ class OfflineAdapters:
     If no slot is free, the least recently used adapter that no request holds is replaced.
 
     Args:
-        engine: loads the adapters, while this class calls its `step`.
+        engine: loads the adapters, while steps run.
+        steps: its steps.
         lora: the section `lora` of the configuration.
     """
 
-    def __init__(self, engine: Engine, lora: LoraConfig) -> None:
+    def __init__(self, engine: Engine, steps: OfflineSteps, lora: LoraConfig) -> None:
         self._engine = engine
+        self._steps = steps
         self._lora = lora
         self._registry = AdapterRegistry(lora.num_slots)
         self._registry.base_name = engine.model.name
@@ -132,7 +134,7 @@ class OfflineAdapters:
 
     def _wait(self) -> None:
         """Run one step, and note the loads that have ended."""
-        whole_step(self._engine)
+        self._steps.run()
         for slot, failure in self._engine.take_adapters():
             adapter, one = self._loading.pop(slot)
             if failure:

@@ -24,8 +24,8 @@ from ostinato.runtime.client.requests import (
     make_requests,
     resolve,
 )
-from ostinato.runtime.engine.interrupts import whole_step
 from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.offline.offline_steps import OfflineSteps
 from ostinato.runtime.text.encoded_prompts import EncodedPrompt
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.adapters import ServedAdapter
@@ -57,6 +57,7 @@ class OfflineGenerator:
 
     Args:
         engine: runs the requests.
+        steps: its steps.
         tokenizer: the model's; None = completions have token ids only.
         request_ids: ids of requests that the engine has not had.
         grammars: compiles constraints.
@@ -70,12 +71,14 @@ class OfflineGenerator:
     def __init__(
         self,
         engine: Engine,
+        steps: OfflineSteps,
         tokenizer: Tokenizer | None,
         request_ids: Iterator[str],
         grammars: GrammarCompiler,
         seeds: random.Random | None,
     ) -> None:
         self._engine = engine
+        self._steps = steps
         self._request_ids = request_ids
         self._grammars = grammars
         self._seeds = seeds
@@ -198,11 +201,9 @@ class OfflineGenerator:
             for index, answer in enumerate(answers)
             for request_id in answer.unfinished_ids
         }
-        try:
-            for request in itertools.chain(*batches):
-                self._engine.add_request(request)
+        with self._steps.running(list(itertools.chain(*batches))) as next_outputs:
             while which:
-                for engine_output in whole_step(self._engine):
+                for engine_output in next_outputs():
                     index = which.get(engine_output.request_id)
                     if index is None:
                         continue
@@ -213,9 +214,6 @@ class OfflineGenerator:
                         self._engine.abort(ended)  # the engine does not look for stop strings
                     for output in outputs:
                         yield index, output
-        finally:
-            for request_id in which:
-                self._engine.abort(request_id)
 
 
 class _CompletionOutputs:

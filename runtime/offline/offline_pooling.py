@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ostinato.runtime.client.pooling import (
     check_score_head,
@@ -13,16 +13,13 @@ from ostinato.runtime.client.pooling import (
     numbers,
     pair_token_ids,
 )
-from ostinato.runtime.engine.interrupts import whole_step
+from ostinato.runtime.offline.offline_steps import OfflineSteps
 from ostinato.runtime.text.offline_prompts import TextPrompt, prompt_text
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.outputs import EmbeddingOutput, SequenceOutput
 from ostinato.runtime.types.params import PoolingParams
-
-if TYPE_CHECKING:
-    from ostinato.runtime.engine.engine import Engine
 
 __all__ = ("OfflinePooler", "Texts", "default_pooling", "text_pairs")
 
@@ -52,17 +49,19 @@ class OfflinePooler:
     """Runs pooling requests until they have ended.
 
     Args:
-        engine: runs the requests.
+        model: the model of the engine.
+        steps: the engine's steps, which run the requests.
         request_ids: ids of requests that the engine has not had.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        model: ServedModel,
+        steps: OfflineSteps,
         request_ids: Iterator[str],
     ) -> None:
-        self._engine = engine
-        self._model = engine.model
+        self._model = model
+        self._steps = steps
         self._request_ids = request_ids
 
     def embed(
@@ -127,12 +126,7 @@ class OfflinePooler:
             for token_ids, adapter in zip(batch, adapters, strict=True)
         ]
         ended: dict[str, SequenceOutput] = {}
-        try:
-            for request in requests:
-                self._engine.add_request(request)
+        with self._steps.running(requests) as next_outputs:
             while len(ended) < len(requests):
-                ended |= {output.request_id: output for output in whole_step(self._engine)}
-        finally:
-            for request in requests:
-                self._engine.abort(request.request_id)  # does nothing if the request has ended
+                ended |= {output.request_id: output for output in next_outputs()}
         return [ended[request.request_id] for request in requests]

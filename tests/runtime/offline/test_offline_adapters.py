@@ -15,6 +15,7 @@ from ostinato.conf.sections.lora_schema import LoraConfig
 from ostinato.models.adapters.adapter_files import adapter_digest
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.offline.offline_adapters import OfflineAdapters
+from ostinato.runtime.offline.offline_steps import OfflineSteps
 from tests.runtime.adapter_engine import write_adapter
 
 
@@ -48,7 +49,7 @@ class ScriptedEngine:
 
 
 def offline(engine: Any, **lora: Any) -> OfflineAdapters:
-    return OfflineAdapters(engine, LoraConfig(**lora))
+    return OfflineAdapters(engine, OfflineSteps(engine), LoraConfig(**lora))
 
 
 def asked(directory: Path, name: str, number: int = 1, **fields: Any) -> LoRARequest:
