@@ -89,7 +89,8 @@ class RequestStats:
         one = self._completions.get(key)
         if one is None:
             one = self._completions[key] = _Completion()
-        if output.scheduled_time:
+        # A completion that goes on in another engine joins a batch again.
+        if output.scheduled_time and not one.scheduled:
             one.scheduled = output.scheduled_time
             self._metrics.queue.observe(max(0.0, output.scheduled_time - self._begin))
         if output.new_token_ids:

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -200,6 +201,21 @@ class TestMetrics:
             "ostinato_request_params_max_tokens_sum": 9,
         }
         assert {name: found[name] for name in expected} == expected
+
+    def test_a_request_that_goes_on_in_another_engine_was_queued_once(self, make_app, caplog):
+        """The next engine reports again when the request joined its batch."""
+        first, last = traced_script()
+        again = msgspec.structs.replace(last, scheduled_time=time.monotonic())
+        app = make_app([first, again])
+        with caplog.at_level(logging.INFO, "ostinato.requests"):
+            post(app, request_id="me")
+        found = samples(app)
+        assert found["ostinato_request_queue_seconds_count"] == 1
+        parts = ("queue", "inference")
+        whole = sum(found[f"ostinato_request_{name}_seconds_sum"] for name in parts)
+        to_first_token = found["ostinato_time_to_first_token_seconds_sum"]
+        to_last_token = to_first_token + found["ostinato_request_decode_seconds_sum"]
+        assert whole == pytest.approx(to_last_token, abs=1e-6)
 
     def test_vllms_names(self, make_app):
         app = make_app(traced_script())
