@@ -189,8 +189,7 @@ class Engine:
         if self._adapters.num_loading:
             self._adapters.advance(0.0 if self._scheduler.has_work else _READ_WAIT_S)
         if self._copies is not None:
-            has_in_flight = len(self._in_flight) > 0
-            self._copies.advance(waits=self._can_rest, has_in_flight=has_in_flight)
+            self._copies.advance(waits=self._can_rest, has_in_flight=bool(self._in_flight))
         scheduled = self._schedule()
         if scheduled is not None and scheduled.scheduled:
             self._launch(scheduled, announce)
@@ -300,6 +299,9 @@ class Engine:
             )
         if self._scheduler.drafts is not None:
             self._scheduler.drafts.proposer.reset()
+        # Steps of requests that have all ended hold blocks until they are read.
+        while self._in_flight and not self._scheduler.requests():
+            self._read()
         is_reset = self._cache.reset()
         if is_reset and self._copies is not None:
             self._copies.clear()

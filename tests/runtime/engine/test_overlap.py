@@ -116,6 +116,25 @@ def test_streams_that_are_closed_leave_nothing(overlapped: LLM) -> None:
     assert overlapped.stats().num_free_blocks == overlapped.stats().num_blocks
 
 
+def test_a_step_of_ended_requests_does_not_keep_the_prefix_cache(overlapped: LLM) -> None:
+    """The end of a request is known when its next step has been launched already."""
+    [prompt] = make_prompts(1)
+    [whole] = overlapped.generate([prompt], SAMPLING["greedy"], use_progress=False)
+    token_ids = whole.outputs[0].token_ids
+    stop = next(token for token in token_ids[3:] if token not in token_ids[:3])
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[stop])
+    [cut] = overlapped.generate([prompt], sampling, use_progress=False)
+    assert cut.outputs[0].stop_reason == stop
+    assert overlapped.reset_prefix_cache()
+    [again] = overlapped.generate([prompt], SAMPLING["greedy"], use_progress=False)
+    assert (again.outputs[0].token_ids, again.num_cached_tokens) == (token_ids, 0)
+    stream = overlapped.stream(prompt, SAMPLING["greedy"])
+    next(stream)
+    assert not overlapped.reset_prefix_cache()
+    stream.close()
+    assert overlapped.reset_prefix_cache()
+
+
 def test_a_step_reads_tokens_that_never_came_to_the_host() -> None:
     """Five steps are launched before the first one is read. No synchronous runner does this."""
     from ostinato.runtime.types.request import Request
