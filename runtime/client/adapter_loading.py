@@ -172,7 +172,8 @@ class AdapterLoader:
         Args:
             name: requests name the adapter so.
             directory: the directory of its files.
-            in_place: replace an adapter of this name. It is kept if it has the same files.
+            in_place: replace an adapter of this name. If it has the same files, it is kept, and
+                loaded into the engines that could not load it after a restart.
             make_room: called before a slot is needed; it can unload an adapter.
 
         Raises:
@@ -188,7 +189,7 @@ class AdapterLoader:
         if in_place and before is not None:
             files = before.path, before.digest
             if files == (str(directory), digest):
-                return before
+                return await self.run_to_end(self._complete(before))
         if make_room is not None:
             make_room()
         adapter = registry.begin(
@@ -210,6 +211,15 @@ class AdapterLoader:
             self.registry.cancel(adapter)
             raise
         self.registry.finish(adapter)
+        return adapter
+
+    async def _complete(self, adapter: ServedAdapter) -> ServedAdapter:
+        """Load a served adapter into the engines that do not have it."""
+        self.registry.hold(adapter)  # so that no other adapter gets its slot meanwhile
+        try:
+            await self._replicas.load_adapter(adapter)
+        finally:
+            self.registry.release(adapter)
         return adapter
 
     def _end(self, task: asyncio.Task[ServedAdapter]) -> None:

@@ -38,6 +38,8 @@ class ReplicaAdapters:
     async def load(self, adapter: ServedAdapter) -> None:
         """Load an adapter into the engine, and from now on into each engine after a restart.
 
+        An engine that has the adapter keeps it as it is.
+
         If the engine ends meanwhile, the next engine loads it. If that ends too, the load is given
         up, because the adapter can be the cause.
 
@@ -48,6 +50,8 @@ class ReplicaAdapters:
             InvalidRequestError: the engine cannot load it.
             EngineDeadError: the engine is not started again, or the load is given up.
         """
+        if self._loaded.get(adapter.slot) == adapter:
+            return
         self._loaded.pop(adapter.slot, None)
         for number in range(_MOST_DEATHS):
             await self._wait_until_alive()

@@ -142,7 +142,7 @@ class ReplicaSet:
                     replica.is_drained = was_drained
 
     async def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Load an adapter into every engine; returns when all have ended the load.
+        """Load an adapter into every engine that lacks it; returns when all have ended the load.
 
         An engine that has ended and is not started again does not count, unless all have.
 

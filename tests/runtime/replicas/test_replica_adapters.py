@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.models.adapters.adapter_files import adapter_digest
-from ostinato.runtime.errors import EngineDeadError
+from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
 from tests.runtime.adapter_clients import (
     ENDLESS,
     SHORT,
@@ -70,7 +70,7 @@ def test_an_adapter_that_is_gone_after_a_restart_is_named_and_nothing_hangs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with started(tmp_path, "lora.max_adapters=2") as client:
+        async with started(tmp_path, "lora.max_adapters=3") as client:
             good = await client.load_adapter("good", "good")
             bad = await client.load_adapter("bad", "bad")
             stream = client.generate("bad", [5], ENDLESS, adapter=bad)
@@ -85,11 +85,14 @@ def test_an_adapter_that_is_gone_after_a_restart_is_named_and_nothing_hangs(
             assert await tokens(client, good) == [expected(good)] * 3
             again = [one async for one in client.generate("again", [5], SHORT, adapter=bad)]
             assert again[-1].error is not None
+            with pytest.raises(InvalidRequestError, match="its file is truncated"):
+                await client.load_adapter("bad", "bad", in_place=True)
+            assert free_slots(client) == 1, "it keeps its slot until it is unloaded"
             write_adapter(tmp_path / "bad")
-            assert free_slots(client) == 0, "it keeps its slot until it is unloaded"
+            assert await client.load_adapter("bad", "bad", in_place=True) == bad
+            assert await tokens(client, bad) == [expected(bad)] * 3
             await client.unload_adapter("bad")
-            mended = await client.load_adapter("bad", "bad")
-            assert await tokens(client, mended) == [expected(mended)] * 3
+            assert free_slots(client) == 2
 
     write_adapter(tmp_path / "good")
     write_adapter(tmp_path / "bad")
