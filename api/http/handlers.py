@@ -16,6 +16,7 @@ from litestar.response import Stream
 from ostinato.api.base.errors import ClientGoneError
 from ostinato.api.base.request_context import RequestContext, request_id_of
 from ostinato.api.http.adapter_holds import hold_adapter
+from ostinato.api.http.admitted_requests import count_admitted
 from ostinato.api.http.json_parts import json_parts, json_pieces
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
 from ostinato.api.observability.request_log import log_request
@@ -104,6 +105,7 @@ async def prepare(
     """
     data = await (read or json_body)(request)
     service.admission.check()
+    count_admitted(request.scope, service.admission)
     known = Arrival() if arrival is None else arrival(data)
     if context is not None and not known.request_id:
         known = msgspec.structs.replace(known, request_id=context.request_id)

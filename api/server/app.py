@@ -22,6 +22,7 @@ from ostinato.api.base.request_context import (
     request_id_of,
 )
 from ostinato.api.http.adapter_holds import AdapterHolds
+from ostinato.api.http.admitted_requests import AdmittedRequests
 from ostinato.api.http.api_keys import KeyRing, with_keys
 from ostinato.api.http.auth import AccessControl
 from ostinato.api.openai import routes as openai
@@ -86,10 +87,10 @@ def create_app(service: Service) -> Litestar:
         message["headers"] = [*message["headers"], *names]
 
     server = service.server
-    middleware: list[DefineMiddleware] = []
+    middleware = [DefineMiddleware(AdmittedRequests, admission=service.admission)]
     if server.api_keys:
         keys, limit = KeyRing(server.api_keys), server.max_requests_per_key
-        middleware = [DefineMiddleware(AccessControl, keys=keys, max_requests=limit)]
+        middleware.append(DefineMiddleware(AccessControl, keys=keys, max_requests=limit))
     if service.lora.num_slots:
         middleware.append(DefineMiddleware(AdapterHolds))
     cors = None

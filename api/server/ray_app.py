@@ -153,7 +153,6 @@ class LiveApp:
     async def _stop(self) -> None:
         assert self._client is not None, "started"
         assert self._service is not None, "started"
-        self._service.admission.is_draining = True
-        await self._client.drain(self._config.server.drain_timeout_s)
+        await self._service.admission.drain(self._config.server.drain_timeout_s)
         await self._client.close()
         await asyncio.to_thread(self._service.close)

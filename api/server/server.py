@@ -286,13 +286,14 @@ class _Server:
         return hints
 
     async def _drain(self) -> None:
-        self._service.admission.is_draining = True
-        timeout_s = self._config.server.drain_timeout_s
-        unfinished = self._client.num_unfinished
-        if not unfinished:
-            return
-        _LOG.info("unfinished sequences: %d; waiting at most %g s for them", unfinished, timeout_s)
-        drain = asyncio.create_task(self._client.drain(timeout_s))
+        admission, timeout_s = self._service.admission, self._config.server.drain_timeout_s
+        admission.is_draining = True
+        if admission.has_work:
+            text = (
+                "unfinished requests: %d, unfinished sequences: %d; waiting at most %g s for them"
+            )
+            _LOG.info(text, admission.num_admitted, self._client.num_unfinished, timeout_s)
+        drain = asyncio.create_task(admission.drain(timeout_s))
         cut = asyncio.create_task(self._signals.second.wait())
         await asyncio.wait({drain, cut}, return_when=asyncio.FIRST_COMPLETED)
         if self._client.num_unfinished:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -18,6 +20,7 @@ __all__ = ("Admission", "EngineQueue")
 
 _MAX_RETRY_AFTER_S = 600
 _MIB = 1 << 20
+_POLL_S = 0.02
 
 
 class EngineQueue(EngineSigns, Protocol):
@@ -44,6 +47,7 @@ class Admission:
         phase: how far the start is, such as `loading` or `launch is done`; None = the engine has
             started.
         is_draining: whether the server is shutting down and refuses new requests.
+        num_admitted: admitted requests whose answers have not been sent yet.
         num_media_bytes: bytes of the prepared images, videos and audio of requests in progress.
     """
 
@@ -52,6 +56,7 @@ class Admission:
         self._server = server
         self.phase: str | None = "starting"
         self.is_draining = False
+        self.num_admitted = 0
         self.num_media_bytes = 0
 
     def health_problem(self) -> str | None:
@@ -93,6 +98,18 @@ class Admission:
         refusal = self.refusal() or self._queue_refusal()
         if refusal is not None:
             raise refusal
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are unfinished. Their bodies may be in preparation."""
+        return bool(self.num_admitted or self._engine.num_unfinished)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait until all others have ended, or the engine is down."""
+        self.is_draining = True
+        end = time.monotonic() + timeout_s
+        while self.has_work and self._engine.death_reason is None and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
 
     def check_prompts(self, lengths: Sequence[int]) -> None:
         """Check the prompts of one request against the limits.

@@ -408,15 +408,6 @@ class EngineClient(EngineFigures):
             "fingerprint": fingerprint,
         }
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Wait until all requests have ended; False if that takes more than `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while self.num_unfinished and self.death_reason is None:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
-
     async def close(self) -> None:
         """End the engine processes and free everything; safe to call twice."""
         if self._grammars is not None:

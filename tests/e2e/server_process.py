@@ -162,6 +162,21 @@ class ServerProcess:
             with suppress(psutil.NoSuchProcess):  # the test may have ended it
                 engine.resume()
 
+    @contextmanager
+    def held_preparation(self) -> Iterator[None]:
+        """Suspend the process that prepares large bodies."""
+        (process,) = [
+            one
+            for one in psutil.Process(self.pid).children()
+            if "ostinato.api.server.preparation_main" in one.cmdline()
+        ]
+        process.suspend()
+        try:
+            yield
+        finally:
+            with suppress(psutil.NoSuchProcess):  # the server may have ended it
+                process.resume()
+
     def has_engine(self) -> bool:
         """Whether there is an engine process, which may still be starting."""
         try:

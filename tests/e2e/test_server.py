@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import openai
 import psutil
@@ -316,6 +316,25 @@ class TestTheWayDown:
             assert json.loads(events[-3][6:])["choices"][0]["finish_reason"] == "length"
             assert server.wait() == 0
             assert not engine.is_running()
+
+    def test_sigterm_finishes_what_is_being_prepared(self):
+        """The body of the first request waits for a process when the signal comes."""
+        with ServerProcess("server.drain_timeout_s=200") as server:
+            body = {"prompt": "word " * 1200, "max_tokens": 5, "truncate_prompt_tokens": 8}
+            with ExitStack() as held:
+                held.enter_context(server.held_preparation())
+                with closing(server.send("/v1/completions", body, "first")) as connection:
+                    # The server reads the next request after the first.
+                    later = {"prompt": "Once", "max_tokens": 2}
+                    assert HTTP.post(f"{server.url}/v1/completions", json=later).status_code == 200
+                    server.signal(signal.SIGTERM)
+                    server.wait_for_line("unfinished requests: 1,")
+                    held.close()
+                    response = connection.getresponse()
+                    answer = json.loads(response.read())
+            assert response.status == 200
+            assert answer["usage"] == {**answer["usage"], "completion_tokens": 5}
+            assert server.wait() == 0
 
     def test_a_signal_while_it_starts(self, tmp_path):
         # Without a bundle the start compiles, so it takes seconds.
