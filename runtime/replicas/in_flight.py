@@ -63,6 +63,11 @@ class InFlightRequest(Generic[Q]):
         self.progress = 0  # positions that engines are known to have computed
         self.crashed_at = 0  # `progress` at the last death
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for its first token. A beam search returns it at its end only."""
+        return self.progress <= len(self.request.prompt_token_ids)
+
 
 class InFlightRequests(Generic[Q]):
     """All requests that have not ended, in the order in which they came."""
@@ -87,15 +92,13 @@ class InFlightRequests(Generic[Q]):
     @property
     def num_queued(self) -> int:
         """Requests that wait for their first token."""
-        return sum(1 for one in self._requests.values() if not one.output_token_ids)
+        return sum(1 for one in self._requests.values() if one.is_queued)
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that wait for their first token."""
         return sum(
-            len(one.request.prompt_token_ids)
-            for one in self._requests.values()
-            if not one.output_token_ids
+            len(one.request.prompt_token_ids) for one in self._requests.values() if one.is_queued
         )
 
     def ids(self) -> list[str]:

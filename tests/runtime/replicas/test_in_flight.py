@@ -59,6 +59,18 @@ def test_new_requests_are_submitted_at_once_and_once() -> None:
     assert submit(made) == [("c", [])]
 
 
+def test_a_request_waits_until_a_token_is_computed_after_its_prompt() -> None:
+    """Also a beam search, which returns no token before its end."""
+    made = in_flight("stream", "beams")
+    submit(made)
+    assert (made.num_queued, made.num_queued_tokens) == (2, 4)
+    give(made, "stream", 7)
+    made.advance({"beams": 2})  # the prompt
+    assert (made.num_queued, made.num_queued_tokens) == (1, 2)
+    made.advance({"beams": 3})
+    assert (made.num_queued, made.num_queued_tokens) == (0, 0)
+
+
 def test_outputs_are_kept_until_the_end() -> None:
     made = in_flight("a")
     submit(made)
