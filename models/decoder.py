@@ -221,6 +221,12 @@ class Decoder(CausalLM):
             self.embed_tokens = Embedding(config.vocab_size, size, options, is_head=tied)
         has_norm = is_first and config.has_embedding_norm
         self.embed_norm = build_norm(config, options) if has_norm else None
+        # On the model's device: a captured step cannot copy a number from the host.
+        scale = None
+        if is_first and config.rounds_embedding_scale:
+            scale = torch.tensor(config.embedding_scale, dtype=options.dtype, device=options.device)
+        self.rounded_scale: Tensor | None
+        self.register_buffer("rounded_scale", scale, persistent=False)
         first, count, _ = options.shard.layers(config.num_layers)
         ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope} if count else {}
         self.rotary = nn.ModuleDict(
@@ -304,9 +310,10 @@ class Decoder(CausalLM):
         assert embed is not None, "a later stage must be joined to the previous one"
         hidden = embed(batch.token_ids)
         scale = self.config.embedding_scale
-        if scale != 1.0:
-            rounds = self.config.rounds_embedding_scale
-            hidden = hidden * (hidden.new_tensor(scale) if rounds else scale)
+        if self.rounded_scale is not None:
+            hidden = hidden * self.rounded_scale
+        elif scale != 1.0:
+            hidden = hidden * scale
         if self.embed_norm is not None:
             hidden = self.embed_norm(hidden)
         if self.media_table is not None:

@@ -273,6 +273,7 @@ class LateDevice:
                 if not non_blocking:
                     self.synchronize("a copy to the device")
             else:
+                self.check_not_capturing("a copy from pageable memory")
                 held = of.clone()
                 self.submit(partial(_put, to, held))
         else:

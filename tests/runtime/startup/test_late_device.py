@@ -35,7 +35,7 @@ from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import generate, make_prompts
 from tests.runtime.engine.test_overlap import SAMPLING, flat
 from tests.runtime.late_device import DeviceRaceError, LateDevice, LateTensor, Timing
-from tests.runtime.tiny import VOCAB_SIZE, tiny_config
+from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
 
 PROMPTS = [prompt[:12] for prompt in make_prompts(9, seed=5)]
 MIXED = [list(SAMPLING.values())[index % len(SAMPLING)] for index in range(9)]
@@ -97,6 +97,17 @@ def test_all_kinds_of_requests(
         assert llm.stats().steps_by_kind["captured"] > 0
     assert tokens(found) == tokens(expected)
     assert (device.num_late > 1000) == (device.timing is Timing.late)
+
+
+def test_a_scale_of_embeddings_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma rounds it to the dtype of hidden states. A capture copies no number from the host."""
+    gemma = {**MODEL, "architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+    prompts, device = PROMPTS[:3], LateDevice(Timing.late)
+    expected = generate(LLM(config=tiny_config(model__config=gemma)), prompts, LONG)
+    with device.installed(monkeypatch):
+        llm = on(device, monkeypatch, model__config=gemma)
+        assert generate(llm, prompts, LONG) == expected
+        assert llm.stats().steps_by_kind["captured"] > 0
 
 
 def _guards() -> list[Path]:
