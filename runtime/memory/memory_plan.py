@@ -59,7 +59,8 @@ _SMALLER_STEP = (
 class MemoryPlan:
     """The shares of the memory in bytes, and what fits in them."""
 
-    free_bytes: int  # free memory before the weights are loaded
+    # Free memory before the weights are loaded, at most device.memory_gib.
+    free_bytes: int
     budget_bytes: int  # the part of `free_bytes` that the plan may use
     weights_bytes: int  # weights of the model and of the draft model
     activation_bytes: int
@@ -72,6 +73,7 @@ class MemoryPlan:
     max_model_len: int  # tokens; at most the model's own limit
     reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
     step_tokens: int  # tokens of the largest step
+    device_free_bytes: int = 0  # free memory before the weights are loaded, without a limit
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers
     groups: tuple[KVGroup, ...] = WHOLE_CACHE
     # Slots for states of recurrent layers to allocate, slot 0 included; 0 = no layer is recurrent.

@@ -69,14 +69,15 @@ def plan_engine(
     if source.draft is not None:
         num_graphs += count_graphs(draft_config(config), source.draft)
     draft = None if source.draft is None else _draft_footprint(config, source, source.draft)
-    return plan_memory(
+    there = free_memory(is_cpu=is_cpu).free_bytes if free_bytes is None else free_bytes
+    plan = plan_memory(
         dataclasses.replace(
             _footprint(config, source),
             measured=measured,
             draft=draft,
             tier_bytes=_tier_bytes(config, source),
         ),
-        free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
+        free_bytes=_limited(config, there) if free_bytes is None else free_bytes,
         is_cpu=is_cpu,
         device=config.device,
         cache=config.cache,
@@ -87,6 +88,7 @@ def plan_engine(
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
+    return dataclasses.replace(plan, device_free_bytes=there)
 
 
 def _tier_bytes(config: EngineConfig, source: ModelSource) -> int:
@@ -271,10 +273,10 @@ def _bytes_of_image(
     return num_bytes + 4 * num_patches * floats
 
 
-def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:
-    """Free memory of the GPU, or of the machine; device.memory_gib if that is less."""
-    free, limit_gib = free_memory(is_cpu=is_cpu).free_bytes, config.device.memory_gib
-    return free if limit_gib is None else min(free, int(limit_gib * GIB))
+def _limited(config: EngineConfig, free_bytes: int) -> int:
+    """The free memory of the GPU or of the machine; device.memory_gib if that is less."""
+    limit_gib = config.device.memory_gib
+    return free_bytes if limit_gib is None else min(free_bytes, int(limit_gib * GIB))
 
 
 def bucket_table(
@@ -360,7 +362,12 @@ def plan_measured(
         if token_sampler is not None:
             token_sampler.run_largest()
 
-    measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)
+    # The limit device.memory_gib is no free memory: the device's is compared with the device's.
+    measured = measure(CudaMemory(), largest_step, free_before=plan.device_free_bytes)
     again = plan_engine(config, source, free_bytes=plan.free_bytes, measured=measured)
     # Static buffers are sized for the first plan's longest sequence.
-    return dataclasses.replace(again, max_model_len=min(plan.max_model_len, again.max_model_len))
+    return dataclasses.replace(
+        again,
+        max_model_len=min(plan.max_model_len, again.max_model_len),
+        device_free_bytes=plan.device_free_bytes,
+    )

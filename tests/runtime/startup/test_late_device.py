@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.conf.environment import cache_dir
@@ -108,6 +109,23 @@ def test_a_scale_of_embeddings_is_captured(monkeypatch: pytest.MonkeyPatch) -> N
         llm = on(device, monkeypatch, model__config=gemma)
         assert generate(llm, prompts, LONG) == expected
         assert llm.stats().steps_by_kind["captured"] > 0
+
+
+def test_a_limit_of_the_memory_is_not_taken_for_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights of this engine take 100 MiB of 1 GiB. Half of it is allowed."""
+    config = tiny_config("device.name=cuda", "device.memory_gib=0.5").engine
+    device = LateDevice(Timing.late)
+    with device.installed(monkeypatch), ExitStack() as undo:
+        load_there(device, monkeypatch)
+        plan = make_plan(config, 1)
+        total = torch.cuda.mem_get_info()[1]
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (924 << 20, total))
+        parts = build_rank(plan, PhaseTimer(print), CompileMonitor(), undo, None)
+        parts.executor.close()
+    assert plan.memory.free_bytes == 512 << 20
+    assert parts.plan.memory.weights_bytes == 100 << 20
 
 
 def _guards() -> list[Path]:
