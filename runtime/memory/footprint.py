@@ -39,6 +39,9 @@ class ModelFootprint:
     max_model_len: int  # tokens; the model's own limit
     sampling_bytes: int = 0  # logits of the largest step and their sampling
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
+    # Memory for encoding the largest input of a tower, between two steps; `workspace_bytes`
+    # includes it.
+    encoding_bytes: int = 0
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
     draft: ModelFootprint | None = None  # the draft model; its cache has as many blocks
     # Bytes of a draft head's weights that are copies of its model's embedding and output head. The
@@ -101,7 +104,12 @@ def step_bytes(model: ModelFootprint, num_tokens: int, *, is_cpu: bool) -> int:
     Its memory is not measured on a GPU, because it is loaded after the KV cache was allocated.
     """
     measured, draft = model.measured, model.draft
-    own = _activation_bytes(model, num_tokens) if measured is None else measured.step_bytes
+    # No tower ran while the step was measured. A tower and a step use the same memory in turn.
+    own = (
+        _activation_bytes(model, num_tokens)
+        if measured is None
+        else max(measured.step_bytes, model.encoding_bytes)
+    )
     if draft is None:
         return own
     kept = 0 if is_cpu else draft.sampling_bytes + draft.workspace_bytes

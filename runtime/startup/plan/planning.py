@@ -146,6 +146,7 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         num_slots += (not stage.is_first) + (not stage.is_last)
         num_slots += NUM_SENDING * (not stage.is_last) * (source.device.type == "cpu")
     handoff = num_slots * source.handoff_shape.slot_bytes
+    encoding = _encoding_bytes(source)
     return ModelFootprint(
         weights_bytes=num_bytes(skeleton),
         kv_bytes_per_token=unit.bytes_per_token,
@@ -177,8 +178,9 @@ def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
         sound_bytes=0 if model.sound is None else _media_bytes(skeleton),
         media_table_bytes=_table_bytes(skeleton),
         uncounted=_uncounted(config, source),
+        encoding_bytes=encoding,
         workspace_bytes=handoff
-        + _encoding_bytes(source)
+        + encoding
         + workspace_bytes(
             config.graphs.attention.value,
             source.attention_spec(config.cache.block_size),
