@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato import LLM
-from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.kv_cache import KVCache, KVCacheSpec
 from ostinato.runtime.tiers.device_blocks import CpuBlocks, CudaBlocks
 from tests.gpu.test_engine_gpu import generate, make_prompts
 from tests.gpu.tiny_llama import cuda_config
@@ -29,7 +29,7 @@ def test_a_block_is_saved_as_it_was_and_restored(dtype: torch.dtype) -> None:
         sides = [side.view(torch.uint8) for layer in on_gpu for side in layer]
         for side in sides:
             side.random_(0, 256)
-        on_cpu = [(key.cpu(), value.cpu()) for key, value in on_gpu]
+        on_cpu = KVCache((key.cpu(), value.cpu()) for key, value in on_gpu)
         gpu, cpu = CudaBlocks(on_gpu), CpuBlocks(on_cpu)
         saved, expected = gpu.make_buffers(2), cpu.make_buffers(2)
         for index, block_id in enumerate((4, 7)):
@@ -39,7 +39,7 @@ def test_a_block_is_saved_as_it_was_and_restored(dtype: torch.dtype) -> None:
             side[4:8].zero_()  # the next step overwrites the blocks
         mark = gpu.mark()
     gpu.wait(mark)
-    assert torch.equal(saved, expected)
+    assert all(map(torch.equal, saved, expected))
     gpu.restore(2, saved[1], mark)
     for side, before in zip(sides, (side for layer in on_cpu for side in layer), strict=True):
         assert torch.equal(side[2].cpu(), before.view(torch.uint8)[7])
