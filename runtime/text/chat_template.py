@@ -106,7 +106,7 @@ class ChatTemplate:
 
         Args:
             messages: `{"role": ..., "content": text}`, oldest first. Keys with value None are left
-                out.
+                out, but a message with tool calls and no content has an empty text.
             add_generation_prompt: end with the header of a new assistant message.
             continue_final_message: leave the last message open, so that the model continues it.
             variables: further variables of the template (`enable_thinking`, ...).
@@ -134,6 +134,9 @@ class ChatTemplate:
                 )
         if continue_final_message:
             _mark_end(conversation)
+        for message in conversation:
+            if message.get("tool_calls"):  # many templates read the content of every message
+                message.setdefault("content", "")
         try:
             text = self._template.render(
                 **self._special_tokens,

@@ -27,6 +27,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.sections.server_schema import ReasoningParserName, ToolParserName
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.registry import read_model_config
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from tests.runtime.text import tokenizer_builders
 
@@ -165,6 +166,24 @@ def test_the_calls_of_a_template_are_read_as_they_were_given(name):
     assert (call.name, json.loads(call.arguments), parsed.content) == ("get_weather", ARGUMENTS, "")
     if name == "openai":
         assert parsed.reasoning == "Look it up."
+
+
+# How templates read the text of a message with calls: the first of Qwen3, DeepSeek's and LFM2's.
+READS_TEXT = (
+    "{{ m.role + m.content }}",
+    "{% if m.content is none %}{{ m.role }}{% else %}{{ m.role + m.content }}{% endif %}",
+    "{% set text = m.content %}{% if text is not string %}{% set text = text | tojson %}{% endif %}"
+    "{{ m.role + text }}",
+)
+
+
+@pytest.mark.parametrize("read", READS_TEXT)
+def test_a_call_without_text_has_an_empty_text(read):
+    template = ChatTemplate("{% for m in messages %}<" + read + ">{% endfor %}", {})
+    shown = template.render(CONVERSATION)
+    assert shown == "<userWhat is the weather?><assistant><toolSunny & <warm>>"
+    with pytest.raises(InvalidRequestError, match="needs a last message with text"):
+        template.render(CONVERSATION[:2], add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize(
