@@ -232,7 +232,10 @@ class PromptInputs:
         return self.tokenizer().encode(text, add_special_tokens=False)
 
     def _message(self, message: Message, index: int, sources: list[MediaSource]) -> dict[str, Any]:
-        """A message with `MEDIA_PARTS`; its media are added to `sources`."""
+        """A message with `MEDIA_PARTS`; its media are added to `sources`.
+
+        Texts without media are joined by newlines, as in `/v1/chat/completions`.
+        """
         content = message.get("content")
         if not isinstance(content, list | tuple):
             return dict(message)
@@ -250,8 +253,7 @@ class PromptInputs:
                 sources.append(sound_of_part(cast("Mapping[str, Any]", part), place))
                 parts.append(dict(MEDIA_PARTS[MediaKind.sound]))
             elif kind == "text" and isinstance(part.get("text"), str):
-                # If the model takes no media, the template gets the parts as they are.
-                parts.append(part if self._model.media_spec is None else text_part(part["text"]))
+                parts.append(text_part(part["text"]))
             else:
                 raise InvalidRequestError(
                     f"{place}: a part is {{'type': 'text', 'text': ...}} or has one of the types"
@@ -260,6 +262,8 @@ class PromptInputs:
                     param=place,
                     code="invalid_value",
                 )
+        if all(part["type"] == "text" for part in parts):
+            return {**message, "content": "\n".join(part["text"] for part in parts)}
         return {**message, "content": parts}
 
 

@@ -113,14 +113,19 @@ def test_conversations(model: Model):
 
 
 def test_conversations_of_a_model_without_images(model: Model):
-    messages = [{"role": "user", "content": [text_part("a"), text_part("b")]}]
-    found = model.inputs(takes_images=False).render(messages)
-    assert found.token_ids == model.tokenizer.encode(
-        model.tokenizer.apply_chat_template(messages), add_special_tokens=False
-    )
     part = {"type": "image_pil", "image_pil": picture(4, 4)}
     messages = [{"role": "user", "content": [part]}]
     assert "takes no images" in refusal(model.inputs(takes_images=False).render, messages)
+
+
+@pytest.mark.parametrize("takes_images", [True, False])
+def test_texts_without_images_are_one_text(model: Model, takes_images: bool):
+    inputs = model.inputs(takes_images=takes_images)
+    parts, text = (
+        inputs.render([{"role": "user", "content": content}])
+        for content in ([text_part("a"), text_part("b")], "a\nb")
+    )
+    assert parts.token_ids == text.token_ids
 
 
 @pytest.mark.parametrize(
