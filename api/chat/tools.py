@@ -285,35 +285,29 @@ def _object(text: str, place: str) -> dict[str, Any]:
 
 
 def explained(
-    messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallFormat
+    messages: Iterable[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    form: CallFormat,
 ) -> list[dict[str, Any]]:
     """Rewrite a conversation for a template that cannot show tools.
 
     The system message then lists the functions. Calls become text of the assistant, in the format
-    that the parser reads. Results become messages of the user.
+    that the parser reads. Results become messages of the user. Results of parallel calls and the
+    user's message after them are joined, because many templates refuse two messages of the user in
+    a row.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # id of a call -> name of its function
+    follows_result = False
     for message in messages:
-        calls = message.get("tool_calls") or ()
-        for call in calls:
+        for call in message.get("tool_calls") or ():
             names[call["id"]] = call["function"]["name"]
-        content = message.get("content") or ""
-        if isinstance(content, list):  # of the user or of a tool, with media
-            shown.append(_explained_media(message, content, names))
-            continue
-        texts = [content]
-        texts += [
-            form.written(call["function"]["name"], _json(call["function"]["arguments"]))
-            for call in calls
-        ]
-        text = "\n".join(filter(None, texts))
-        if message["role"] == "tool":
-            name = names.get(message["tool_call_id"], message["tool_call_id"])
-            shown.append({"role": "user", "content": f"Result of {name}: {text}"})
+        one = _explained_message(message, names, form)
+        if follows_result and one["role"] == "user":
+            shown[-1] = _joined(shown[-1], one)
         else:
-            rest = {key: message[key] for key in message if key != "tool_calls"}
-            shown.append({**rest, "content": text})
+            shown.append(one)
+        follows_result = message["role"] == "tool"
     if tools:
         example = form.written("NAME", '{"KEY": "VALUE"}')
         functions = "\n".join(_json(tool["function"]) for tool in tools)
@@ -325,6 +319,33 @@ def explained(
         else:
             shown.insert(0, {"role": "system", "content": text})
     return shown
+
+
+def _explained_message(
+    message: Mapping[str, Any], names: Mapping[str, str], form: CallFormat
+) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if isinstance(content, list):  # of the user or of a tool, with media
+        return _explained_media(message, content, names)
+    texts = [content]
+    texts += [
+        form.written(call["function"]["name"], _json(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    text = "\n".join(filter(None, texts))
+    if message["role"] == "tool":
+        name = names.get(message["tool_call_id"], message["tool_call_id"])
+        return {"role": "user", "content": f"Result of {name}: {text}"}
+    return {**{key: message[key] for key in message if key != "tool_calls"}, "content": text}
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages of the user as one."""
+    contents = (first["content"], second["content"])
+    if all(isinstance(content, str) for content in contents):
+        return {**second, "content": "\n".join(contents)}
+    parts = [[text_part(one)] if isinstance(one, str) else one for one in contents]
+    return {**second, "content": [*parts[0], *parts[1]]}
 
 
 def _explained_media(

@@ -11,11 +11,12 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ostinato.api.chat.tools import template_messages, tool_use
+from ostinato.api.chat.tools import explained, template_messages, tool_use
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.parsing.bodies.parameter_schemas import types_of_parameters
 from ostinato.api.parsing.detect import traits
 from ostinato.api.parsing.events import Message as Parsed
+from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.schemas.conversation import (
     CalledFunction,
     FunctionTool,
@@ -184,6 +185,44 @@ def test_a_call_without_text_has_an_empty_text(read):
     assert shown == "<userWhat is the weather?><assistant><toolSunny & <warm>>"
     with pytest.raises(InvalidRequestError, match="needs a last message with text"):
         template.render(CONVERSATION[:2], add_generation_prompt=False, continue_final_message=True)
+
+
+# Knows no tools, and refuses two messages of the user in a row, as those of Gemma and Mistral.
+ALTERNATES = (
+    "{% set said = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% for m in said %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for p in m.content %}{{ p.text or p.type }}|{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def result(content, call_id="functions.get_weather:0"):
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("behind", "shown"),
+    [
+        ([result("Sunny")], "Result of get_weather: Sunny"),
+        (
+            [result("Sunny"), result("Warm", "x"), {"role": "user", "content": "And?"}],
+            "Result of get_weather: Sunny\nResult of x: Warm\nAnd?",
+        ),
+        (
+            [result([{"type": "image"}]), {"role": "user", "content": "And?"}],
+            "Result of get_weather: |image|And?|",
+        ),
+        (
+            [result("Sunny"), {"role": "assistant", "content": "It is sunny."}],
+            "Result of get_weather: Sunny<assistant>It is sunny.",
+        ),
+    ],
+)
+def test_results_as_texts_keep_the_turns_of_user_and_assistant(behind, shown):
+    tools = tool_use([TOOL], None, None).for_template
+    messages = explained([*CONVERSATION[:2], *behind], tools, FORMATS["json"])
+    assert ChatTemplate(ALTERNATES, {}).render(messages).partition("}}<user>")[2] == shown
 
 
 @pytest.mark.parametrize(
