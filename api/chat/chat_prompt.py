@@ -149,19 +149,34 @@ def _render(
             param="tools",
             code="unsupported_parameter",
         )
-    if not found.knows_tools and found.calls is not None:
-        conversation, tools = explained(conversation, tools, found.calls), []
-    conversation = media.shown(conversation, _template(tokenizer, body))
+    template = _template(tokenizer, body)
     settings: dict[str, Any] = {
         "add_generation_prompt": adds_generation_prompt(body),
         "continue_final_message": body.continue_final_message,
         "variables": _variables(body, found),
-        "tools": tools,
     }
-    if body.chat_template is None:
-        return tokenizer.apply_chat_template(conversation, **settings)
-    preparation.begin_template()
-    return _render_given(body.chat_template, tokenizer.special_tokens, conversation, settings)
+    if body.chat_template is not None:
+        preparation.begin_template()
+
+    def rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        shown = media.shown(messages, template)
+        if body.chat_template is None:
+            return tokenizer.apply_chat_template(shown, tools=tools, **settings)
+        return _render_given(
+            body.chat_template, tokenizer.special_tokens, shown, {**settings, "tools": tools}
+        )
+
+    if found.knows_tools or found.calls is None:
+        return rendered(conversation, tools)
+    in_system = explained(conversation, tools, found.calls)
+    try:
+        return rendered(in_system, [])
+    except InvalidRequestError:
+        # Some templates refuse a message of the system.
+        in_user = explained(conversation, tools, found.calls, in_system=False)
+        if in_user == in_system:
+            raise
+        return rendered(in_user, [])
 
 
 def _render_given(

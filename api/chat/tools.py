@@ -288,13 +288,21 @@ def explained(
     messages: Iterable[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     form: CallFormat,
+    *,
+    in_system: bool = True,
 ) -> list[dict[str, Any]]:
     """Rewrite a conversation for a template that cannot show tools.
 
-    The system message then lists the functions. Calls become text of the assistant, in the format
-    that the parser reads. Results become messages of the user. Results of parallel calls and the
-    user's message after them are joined, because many templates refuse two messages of the user in
-    a row.
+    Calls become text of the assistant, in the format that the parser reads. Results become messages
+    of the user. Results of parallel calls and the user's message after them are joined, because
+    many templates refuse two messages of the user in a row.
+
+    Args:
+        messages: the conversation, as `template_messages` gives it.
+        tools: the functions.
+        form: the format of calls.
+        in_system: the system message lists the functions. False = the first message of the user
+            does, unless there is a system message.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # id of a call -> name of its function
@@ -314,10 +322,13 @@ def explained(
         text = (
             f"You can call functions. To call one, answer with\n{example}\nFunctions:\n{functions}"
         )
-        if shown and shown[0]["role"] in ("system", "developer"):
-            shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{text}"}
-        else:
+        first = shown[0] if shown else {"role": "system", "content": ""}
+        if shown and first["role"] in ("system", "developer"):
+            shown[0] = {**first, "content": f"{first['content']}\n\n{text}"}
+        elif in_system or first["role"] != "user":
             shown.insert(0, {"role": "system", "content": text})
+        else:
+            shown[0] = _joined({"role": "user", "content": f"{text}\n"}, first)
     return shown
 
 

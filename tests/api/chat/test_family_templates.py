@@ -30,6 +30,7 @@ from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.registry import read_model_config
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
+from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.runtime.text import tokenizer_builders
 
 SCHEMA = {
@@ -223,6 +224,28 @@ def test_results_as_texts_keep_the_turns_of_user_and_assistant(behind, shown):
     tools = tool_use([TOOL], None, None).for_template
     messages = explained([*CONVERSATION[:2], *behind], tools, FORMATS["json"])
     assert ChatTemplate(ALTERNATES, {}).render(messages).partition("}}<user>")[2] == shown
+
+
+# As those of Gemma 2 and of the first Mistral.
+WITHOUT_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_template_that_refuses_the_system_has_the_tools_in_the_message_of_the_user(make_app):
+    own = ChatTemplate(WITHOUT_SYSTEM, {})
+    tokenizer = Tokenizer(tokenizer_builders.byte_level_bpe(), {}, own)
+    app = make_app(tokenizer=tokenizer, max_model_len=4000)
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    answer = app.chat(messages=[*said, said[0]], tools=[tool])
+    assert answer.status_code == 200, answer.text
+    shown = tokenizer.decode(app.engine.requests[-1][0], skip_special_tokens=False)
+    assert shown.startswith("<user>You can call functions.")
+    assert shown.endswith("}}\n\nHi<assistant>Hello<user>Hi")
+    refused = app.chat(messages=[{"role": "system", "content": "S"}, *said], tools=[tool])
+    assert (refused.status_code, "no system role" in refused.text) == (400, True)
 
 
 @pytest.mark.parametrize(
