@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections import Counter
@@ -38,6 +39,8 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_ROLES = frozenset({"system", "developer", "assistant"})  # their messages have no media
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _NUM_LISTED = 5  # tools that an error lists
+# The escape of half a surrogate pair. Clients that cut a text can cut a pair.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,8 +278,12 @@ def _template_call(call: MessageToolCall, place: str) -> dict[str, Any]:
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
+    """The arguments of an earlier call. Half of a surrogate pair becomes U+FFFD."""
     try:
         value = json.loads(text or "{}")
+        if _SURROGATE.search(text):
+            whole = _json(value).encode("utf-16-le", "surrogatepass")
+            value = json.loads(whole.decode("utf-16-le", "replace"))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

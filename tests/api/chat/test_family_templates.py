@@ -188,6 +188,18 @@ def test_a_call_without_text_has_an_empty_text(read):
         template.render(CONVERSATION[:2], add_generation_prompt=False, continue_final_message=True)
 
 
+def test_half_of_a_surrogate_pair_in_arguments_is_a_replacement_character():
+    text = r'{"\ude00": "a\ud83d", "pair": "\ud83d\ude00", "text": "\\ud83d"}'
+    call = MessageToolCall(id="c", function=CalledFunction(name="f", arguments=text))
+    [message] = template_messages([Message(role="assistant", tool_calls=[call])])
+    (shown,) = message["tool_calls"]
+    assert shown["function"]["arguments"] == {
+        "\ufffd": "a\ufffd",
+        "pair": "\U0001f600",
+        "text": "\\ud83d",
+    }
+
+
 # Knows no tools, and refuses two messages of the user in a row, as those of Gemma and Mistral.
 ALTERNATES = (
     "{% set said = messages[1:] if messages[0].role == 'system' else messages %}"
