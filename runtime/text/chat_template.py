@@ -162,7 +162,8 @@ def _mark_end(conversation: list[dict[str, Any]]) -> None:
     texts = [part for part in content or () if part.get("type") == "text"]
     if not texts:
         raise InvalidRequestError(
-            "continue_final_message=true needs a last message with text to continue",
+            "the last message has no text that the answer can continue; add some, or a message of"
+            " the user after it",
             param="continue_final_message",
         )
     last = texts[-1]

@@ -257,6 +257,7 @@ class TestErrors:
             ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "f", "input": {}}]}]}, "messages[0].content[0].id"),
             ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "", "input": {}}]}]}, "messages[0].content[0].name"),
             ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": ""}]}]}, "messages[0].content[0].tool_use_id"),
+            ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "the last message has no text"),
             ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is required with"),
             ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
             ({"output_config": {"effort": "least"}}, "output_config.effort"),

@@ -184,7 +184,7 @@ def test_a_call_without_text_has_an_empty_text(read):
     template = ChatTemplate("{% for m in messages %}<" + read + ">{% endfor %}", {})
     shown = template.render(CONVERSATION)
     assert shown == "<userWhat is the weather?><assistant><toolSunny & <warm>>"
-    with pytest.raises(InvalidRequestError, match="needs a last message with text"):
+    with pytest.raises(InvalidRequestError, match="the last message has no text"):
         template.render(CONVERSATION[:2], add_generation_prompt=False, continue_final_message=True)
 
 
