@@ -1,7 +1,7 @@
 """Chooses which frames of a video the model sees, and says when they are shown.
 
-The rules are those of the video processor of Qwen3-VL in transformers, which are those of the
-authors of Qwen2-VL too.
+The rules are those of the video processor of Qwen3-VL in transformers. Those of the authors of
+Qwen2-VL differ in one point: they take an even number of frames.
 """
 
 from __future__ import annotations
