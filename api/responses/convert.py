@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -193,7 +194,7 @@ def input_messages(given: str | Sequence[dict[str, Any]] | None) -> list[Message
     """The conversation in `input`.
 
     If reasoning, a text and calls of the assistant follow each other in this order, they become one
-    message.
+    message. A call that an earlier answer did not finish is left out.
 
     Raises:
         InvalidRequestError: an item is not valid, or its type is not supported.
@@ -202,8 +203,23 @@ def input_messages(given: str | Sequence[dict[str, Any]] | None) -> list[Message
         return [Message(role="user", content=given)]
     conversation = _Conversation()
     for index, raw in enumerate(given or ()):
-        conversation.add(_item(raw, index))
+        item = _item(raw, index)
+        if isinstance(item, CallItem) and not _is_object(item.arguments):
+            if item.status == "incomplete":
+                continue
+            name = f"input[{index}].arguments"
+            raise InvalidRequestError(
+                f"{name} must be a JSON object as text", param=name, code="invalid_value"
+            )
+        conversation.add(item)
     return conversation.end()
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _item(raw: dict[str, Any], index: int) -> InputItem:

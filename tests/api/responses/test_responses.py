@@ -224,6 +224,18 @@ class TestIncluded:
             unread = input_messages([{**item, "encrypted_content": other}, end])
             assert unread == [Message(role="assistant", content="A")]
 
+    def test_the_items_of_a_stream_that_was_cut_within_a_call_come_back(self, make):
+        cut = scripted('<tool_call>\n{"name": "add", "arguments": {"a": 1', [5])
+        app = make([cut, scripted("", [6], finish_reason=FinishReason.length)])
+        text = post(app, tools=[TOOL], tool_choice="required", stream=True).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line[:6] == "data: "]
+        (call,) = events[-1]["response"]["output"]
+        assert (call["arguments"], call["status"]) == ('{"a": 1', "incomplete")
+        said = [{"role": "user", "content": text} for text in ("Hi", "On")]
+        answer = post(app, input=[said[0], call, said[1]])
+        assert answer.status_code == 200, answer.text
+        assert prompt(app).startswith("[user]Hi[user]On")
+
     def test_input_tokens(self, app):
         def count(**fields: object) -> int:
             reply = app.http.post("/v1/responses/input_tokens", json=fields)
@@ -252,6 +264,7 @@ class TestRefused:
             ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
             ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
             ({"input": [{"type": "function_call", "call_id": "a", "name": "", "arguments": "{}"}]}, "input[0].name"),
+            ({"instructions": "I", "input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}]}, "input[0].arguments"),
             ({"input": [{"type": "function_call_output", "call_id": "", "output": ""}]}, "input[0].call_id"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
