@@ -57,7 +57,14 @@ from ostinato.api.schemas.media_parts import ImageUrlPart
 from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("FIELD_NAMES", "block_events", "reply_blocks", "stop_of", "to_chat")
+__all__ = (
+    "FIELD_NAMES",
+    "block_events",
+    "reply_blocks",
+    "stop_of",
+    "to_chat",
+    "with_one_system_message",
+)
 
 # Field of a chat request -> the Anthropic field that it was made from. Errors name the latter.
 FIELD_NAMES = {
@@ -252,6 +259,36 @@ def _url(source: Base64Source | UrlSource) -> str:
 
 def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def with_one_system_message(messages: Sequence[Message]) -> list[Message]:
+    """The messages without a system message after the first place, for templates that refuse it.
+
+    Such a message at the beginning joins the first one. A later one becomes a text of the user in
+    its place, and joins the messages of the user next to it.
+    """
+    shown: list[Message] = []
+    was_system = False  # the last message of `shown` ends with a text of the system
+    for message in messages:
+        last = shown[-1] if shown else None
+        is_system = message.role == "system"
+        if is_system and last is not None and last.role != "system":
+            message = msgspec.structs.replace(message, role="user")
+        if last is not None and last.role == message.role and (is_system or was_system):
+            shown[-1] = msgspec.structs.replace(last, content=_both(last, message))
+        else:
+            shown.append(message)
+        was_system = is_system
+    return shown
+
+
+def _both(first: Message, second: Message) -> str | list[ContentPart]:
+    """The contents of two messages."""
+    one, other = first.content or "", second.content or ""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n{other}"
+    parts = [[TextPart(part)] if isinstance(part, str) else part for part in (one, other)]
+    return [*parts[0], *parts[1]]
 
 
 def stop_of(last: ChatDelta) -> tuple[str, str | None]:

@@ -7,10 +7,12 @@ The functions keep no state between requests. They run on the event loop or in a
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
-from ostinato.api.anthropic.convert import FIELD_NAMES, to_chat
+from ostinato.api.anthropic.convert import FIELD_NAMES, to_chat, with_one_system_message
 from ostinato.api.anthropic.schemas import (
     UNSUPPORTED,
     CountTokensRequest,
@@ -22,8 +24,12 @@ from ostinato.api.chat.chat_prompt import reasons
 from ostinato.api.preparation.generation import check_fields
 from ostinato.api.preparation.preparation import Arrival, Preparation, renamed
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("FUNCTIONS", "PreparedMessages", "prepare_messages", "prepare_token_count")
+
+
+T = TypeVar("T")
 
 
 class PreparedMessages(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +52,9 @@ def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) ->
     with renamed(FIELD_NAMES):
         chat = _to_chat(preparation, body)
         request_id = f"msg_{secrets.token_hex(12)}"
-        ready = prepare_chat(preparation, chat, arrival, request_id=request_id)
+        ready = _with_any_template(
+            chat, lambda one: prepare_chat(preparation, one, arrival, request_id=request_id)
+        )
     return PreparedMessages(
         model=body.model,
         stream=bool(body.stream),
@@ -64,11 +72,29 @@ def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival)
     """
     body = preparation.decode(data, arrival, CountTokensRequest, UNSUPPORTED)
     with renamed(FIELD_NAMES):
-        count = count_chat(preparation, _to_chat(preparation, body), arrival)
+        chat = _to_chat(preparation, body)
+        count = _with_any_template(chat, lambda one: count_chat(preparation, one, arrival))
     return msgspec.json.encode(TokenCount(count))
 
 
 FUNCTIONS = (prepare_messages, prepare_token_count)
+
+
+def _with_any_template(
+    chat: ChatCompletionRequest, prepare: Callable[[ChatCompletionRequest], T]
+) -> T:
+    """What `prepare` returns.
+
+    Clients send system messages within a conversation, and many templates refuse those that are
+    not the first message.
+    """
+    try:
+        return prepare(chat)
+    except InvalidRequestError:
+        messages = with_one_system_message(chat.messages)
+        if messages == chat.messages:
+            raise
+        return prepare(msgspec.structs.replace(chat, messages=messages))
 
 
 def _to_chat(preparation: Preparation, body: CountTokensRequest) -> ChatCompletionRequest:

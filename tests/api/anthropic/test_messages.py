@@ -219,6 +219,45 @@ class TestAnswers:
         assert app.engine.requests == []
 
 
+# Refuses a system message that is not the first, as that of Qwen3.5, and two of the user in a row.
+SYSTEM_FIRST = (
+    "{% set ns = namespace(last='') %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}"
+    "{% if m.role == ns.last %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.last = m.role %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+LATE_SYSTEM = (
+    ("user", "A", "[system]S[user]A"),
+    ("system", "B", "\nB"),
+    ("assistant", "C", "[assistant]C"),
+    ("system", "D", "[user]D"),
+    ("user", "E", "\nE"),
+)
+
+
+@pytest.mark.parametrize("template", [SYSTEM_FIRST, TEMPLATE])
+def test_a_system_message_within_the_conversation(make_app, template):
+    own = ChatTemplate(template, {})
+    tokenizer = Tokenizer(tokenizer_builders.byte_level_bpe(), {}, own)
+    app = make_app(tokenizer=tokenizer, max_model_len=4000)
+    messages = [{"role": role, "content": text} for role, text, _ in LATE_SYSTEM]
+    answer = post(app, system="S", messages=messages)
+    assert answer.status_code == 200, answer.text
+    shown = tokenizer.decode(app.engine.requests[-1][0], skip_special_tokens=False)
+    if template == SYSTEM_FIRST:
+        assert shown == "".join(text for _, _, text in LATE_SYSTEM)
+    else:  # a template that takes such messages gets them
+        assert shown.startswith("[system]S[user]A[system]B[assistant]C[system]D[user]E")
+    counted = app.http.post(
+        "/v1/messages/count_tokens", json={"system": "S", "messages": messages}
+    ).json()
+    assert counted["input_tokens"] == len(app.engine.requests[-1][0])
+    first = post(app, system="S", messages=[{"role": "system", "content": "T"}, *messages])
+    assert first.status_code == 200, first.text
+    twice = post(app, messages=[USER[0], USER[0]])
+    assert twice.status_code == (400 if template == SYSTEM_FIRST else 200)
+
+
 class TestTakenAsItIs:
     @pytest.mark.parametrize(
         "fields",
