@@ -76,6 +76,9 @@ FIELD_NAMES = {
 }
 
 
+# Claude Code begins a block of the system with this. The block has a hash of the request, so
+# prompts with it would have no common prefix.
+_BILLING = "x-anthropic-billing-header"
 # Role of a message -> the types of blocks that it may have.
 _BLOCKS: dict[str, tuple[type, ...]] = {
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
@@ -91,7 +94,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         InvalidRequestError: a message has a block that its role cannot have, or
             `thinking.budget_tokens` does not fit `thinking.type`.
     """
-    messages = [] if body.system is None else [Message(role="system", content=_text(body.system))]
+    messages = _system(body.system or ())
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}]")
     choice = body.tool_choice
@@ -186,7 +189,7 @@ def _messages(turn: Turn, place: str) -> list[Message]:
             )
     texts = [block for block in turn.content if isinstance(block, TextBlock)]
     if turn.role == "system":
-        return [Message(role="system", content=_text(texts))]
+        return _system(texts)
     if turn.role == "user":
         results = [_result(one) for one in turn.content if isinstance(one, ToolResultBlock)]
         blocks = [one for one in turn.content if isinstance(one, TextBlock | ImageBlock)]
@@ -209,6 +212,14 @@ def _messages(turn: Turn, place: str) -> list[Message]:
             tool_calls=calls or None,
         )
     ]
+
+
+def _system(content: str | Sequence[TextBlock]) -> list[Message]:
+    """The system message, if it has a block besides that of `_BILLING`."""
+    if isinstance(content, str):
+        return [Message(role="system", content=content)]
+    blocks = [block for block in content if not block.text.startswith(_BILLING)]
+    return [Message(role="system", content=_text(blocks))] if blocks else []
 
 
 def _arguments(block: ToolUseBlock) -> str:

@@ -88,6 +88,14 @@ class TestToChat:
         assert chat.messages[2].tool_calls[0].function.arguments == '{"a": 1}'
         assert chat.tools[0].function.parameters == TOOL["input_schema"]
 
+    def test_the_block_that_marks_each_request_of_claude_code_is_left_out(self):
+        mark = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=4f1a;"}
+        real = {"type": "text", "text": "S"}
+        late = {"role": "system", "content": [mark]}
+        found = chat_of(system=[mark, real], messages=[*USER, late]).messages
+        assert found == chat_of(system="S").messages
+        assert chat_of(system=[mark]).messages == chat_of().messages
+
     def test_sampling(self):
         chat = chat_of(temperature=0.5, top_p=0.9, top_k=4, stop_sequences=["END"])
         assert (chat.max_tokens, chat.temperature, chat.top_p, chat.top_k, chat.stop) == (
