@@ -5,6 +5,9 @@
     weight_scale      [] or [1], without `weight_block_size`
     input_scale       [] or [1], with `activation_scheme` static
 
+Without `weight_block_size`, transformers writes `weight_scale_inv` and `activation_scale` in place
+of the last two (Ministral 3).
+
 A weight is the stored float times its scale. This also holds for `weight_scale_inv`, which is not
 an inverse.
 """
@@ -50,9 +53,15 @@ class FloatPolicy(CheckpointPolicy):
 
 
 def per_matrix(headers: Headers, inputs: InputsStated) -> Float8:
-    """The method of matrices with one scale each: [] or [1], which differs between libraries."""
-    shapes = {len(h.shape) for name, h in headers.items() if name.endswith(".weight_scale")}
-    return Float8(scale_dims=min(shapes, default=0), inputs=inputs)
+    """The method of matrices with one scale each.
+
+    Its name, and whether it is [] or [1], differ between libraries.
+    """
+    for kind in ("weight_scale", "weight_scale_inv"):
+        shapes = {len(h.shape) for name, h in headers.items() if name.endswith(f".{kind}")}
+        if shapes:
+            return Float8(scale_name=kind, scale_dims=min(shapes), inputs=inputs)
+    return Float8(scale_dims=0, inputs=inputs)
 
 
 def from_checkpoint(

@@ -45,7 +45,7 @@ class CheckpointPolicy(ABC):
     is_batch_invariant: ClassVar[bool] = True
     # Stored scales that are ignored if nothing reads them: of activations and of an 8-bit KV cache.
     ignored: ClassVar[tuple[str, ...]] = (
-        r"\.input_(scale|zero_point|global_scale)$",
+        r"\.(input_(scale|zero_point|global_scale)|activation_scale)$",
         _CACHE_SCALES,
     )
 

@@ -77,7 +77,7 @@ class RoundedInputs(WeightMethod):
             return self.as_stored.stored
         axes = (Axis("", size=1),) * self.inputs.dims
         scale = StoredTensor(axes, FLOATS, converted=False)
-        return {**self.as_stored.stored, "input_scale": scale}
+        return {**self.as_stored.stored, self.inputs.stored_as: scale}
 
     @property
     def name(self) -> str:
@@ -102,14 +102,14 @@ class RoundedInputs(WeightMethod):
         self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
     ) -> None:
         spec = spec._replace(device=torch.device("cpu"))
-        if name != "input_scale":
+        if name != self.inputs.stored_as:
             self.as_stored.load(tensors, name, value, part, spec)
             return
         check_scales(value.reshape(-1))
-        self.place(tensors, name, value.float(), self.stored[name], part, spec)
+        self.place(tensors, "input_scale", value.float(), self.stored[name], part, spec)
 
     def dummy(self, tensor: DummyTensor) -> Tensor | None:
-        if tensor.name == "input_scale":
+        if tensor.name == self.inputs.stored_as:
             return torch.ones(tensor.size)
         return self.as_stored.dummy(tensor)
 

@@ -58,6 +58,7 @@ class InputsStated(NamedTuple):
     scales: InputScales
     powers: bool = False  # the scales are powers of two
     dims: int = 0  # dimensions of a stored scale
+    stored_as: str = "input_scale"  # the name of a stored scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,5 +279,8 @@ def stored_dtype(headers: Headers, suffix: str, default: str) -> str:
 
 def static_inputs(headers: Headers) -> InputsStated | None:
     """The rounding of activations by scales that a checkpoint stores; None if it stores none."""
-    shapes = [h.shape for name, h in headers.items() if name.endswith(".input_scale")]
-    return InputsStated(InputScales.static, dims=len(shapes[0])) if shapes else None
+    for kind in ("input_scale", "activation_scale"):
+        shapes = [h.shape for name, h in headers.items() if name.endswith(f".{kind}")]
+        if shapes:
+            return InputsStated(InputScales.static, dims=len(shapes[0]), stored_as=kind)
+    return None

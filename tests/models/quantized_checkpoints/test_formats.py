@@ -260,6 +260,7 @@ def test_ranks_hold_whole_groups(floats, tmp_path: Path) -> None:
         Form("int_quantized", bits=8, group=-1),
         Form("float_quantized", bits=8, group=-1),
         Form("fp8", bits=8, group=-1),
+        Form("fp8", bits=8, group=-1, settings={"activation_scheme": "static"}),
     ],
     ids=lambda form: form.id,
 )

@@ -45,6 +45,11 @@ FORMS = {
     "blocks": (Form("float_quantized", bits=8, group=32), "group", True),
     "fp8 blocks": (Form("fp8", bits=8, group=32), "group", True),
     "fp8": (Form("fp8", bits=8, group=-1), "row", True),
+    "fp8 of transformers": (
+        Form("fp8", bits=8, group=-1, settings={"activation_scheme": "static"}),
+        "static",
+        True,
+    ),
     "modelopt": (Form("modelopt", bits=8, group=-1), "static", True),
 }
 
@@ -102,7 +107,7 @@ def state_scale(directory: Path) -> None:
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name, value in tensors.items():
-        if name.endswith("input_scale"):
+        if name.endswith(("input_scale", "activation_scale")):
             tensors[name] = torch.full_like(value, STATIC)
     save_file(tensors, file, metadata={"format": "pt"})
 

@@ -230,7 +230,14 @@ def float_quantized(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Te
 
 
 def fp8(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
-    return (float8_block if form.group > 0 else float8_tensor)(name, weight, form)
+    if form.group > 0:
+        return float8_block(name, weight, form)
+    tensors, restored = float8_tensor(name, weight, form)
+    if form.settings.get("activation_scheme") == "static":  # names and shapes of transformers
+        names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+        for before, after in names.items():
+            tensors[f"{name}.{after}"] = tensors.pop(f"{name}.{before}").reshape(())
+    return tensors, restored
 
 
 def mxfp4(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
