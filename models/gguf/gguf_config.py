@@ -17,6 +17,7 @@ from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
 from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import module_types, reordered_modules
+from ostinato.models.gguf.gguf_tokenizer import end_tokens
 from ostinato.models.gguf.hybrid_keys import (
     GATED,
     HYBRIDS,
@@ -27,21 +28,6 @@ from ostinato.models.gguf.tensor_names import is_matrix
 
 __all__ = ("ARCHITECTURES", "read_gguf_config", "read_gguf_generation_config")
 
-# Tokens that end an answer in the chat formats of known models. A file names one of them as
-# `eos_token_id`; generation_config.json of the same models lists several.
-_END_TOKENS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<EOT>",
-)
-_CONTROL = 3  # the type of a token in tokenizer.ggml.token_type
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -86,15 +72,7 @@ def read_gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
     sampling: dict[str, Any] = {key: value for key, value in stated.items() if value is not None}
     ends_of = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
     ids = [token_id for token_id in ends_of if token_id is not None]
-    tokens = file.get("tokenizer.ggml.tokens", list) or []
-    types = file.metadata.get("tokenizer.ggml.token_type")
-    if isinstance(types, np.ndarray) and len(types) == len(tokens):
-        control = np.flatnonzero(types == _CONTROL).tolist()
-        ends = {token_id: tokens[token_id] for token_id in control}
-        ends = {token_id: text for token_id, text in ends.items() if text in _END_TOKENS}
-        if "<|return|>" in ends.values():  # in the harmony format <|end|> ends a part of an answer
-            ends = {token_id: text for token_id, text in ends.items() if text != "<|end|>"}
-        ids += ends
+    ids += end_tokens(file.get("tokenizer.ggml.tokens", list) or [])
     return sampling | ({"eos_token_id": list(dict.fromkeys(ids))} if ids else {})
 
 

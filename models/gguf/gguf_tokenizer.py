@@ -8,7 +8,7 @@ or for Gemma from their order. This module imports neither torch nor transformer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 __all__ = (
+    "end_tokens",
     "gguf_merges",
     "gguf_tokenizer_config",
     "gguf_tokenizer_json",
@@ -29,6 +30,37 @@ __all__ = (
 # Types of tokens in tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNDERSCORE = "▁"
+
+# Tokens that end an answer in the chat formats of known models. A file names one of them as
+# `eos_token_id`; generation_config.json of the same models lists several.
+_END_TOKENS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<eos>",
+    "<EOT>",
+}
+
+
+def end_tokens(tokens: Sequence[str]) -> list[int]:
+    """The ids of the tokens that end an answer in the chat formats of known models.
+
+    The text of a token tells it, as in llama.cpp, because published files of Gemma have
+    `<end_of_turn>` as a user-defined or normal token.
+
+    Args:
+        tokens: the vocabulary.
+    """
+    found = {token_id: text for token_id, text in enumerate(tokens) if text in _END_TOKENS}
+    if "<|return|>" in found.values():  # in the harmony format <|end|> ends a part of an answer
+        found = {token_id: text for token_id, text in found.items() if text != "<|end|>"}
+    return list(found)
 
 
 def gguf_tokenizer_json(file: GGUFFile) -> str:
@@ -178,6 +210,7 @@ class _Vocabulary:
                 not listed, because it is found in the normalised text.
         """
         named = {self.special_id(name) for name in ("bos", "eos", "unknown", "padding")}
+        named.update(end_tokens(self.tokens))
         found: list[dict[str, Any]] = []
         for token_id, kind in enumerate(self.types):
             if kind == _NORMAL and token_id not in named:

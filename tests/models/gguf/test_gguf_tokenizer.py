@@ -21,9 +21,10 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
 )
 
+from ostinato.models.gguf.gguf_config import read_gguf_generation_config
 from ostinato.models.gguf.gguf_file import open_gguf
 from ostinato.models.gguf.gguf_paths import GGUFError
-from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
+from ostinato.models.gguf.gguf_tokenizer import end_tokens, gguf_tokenizer_json
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.grammar.matcher import load_grammar_tokenizer
@@ -199,6 +200,29 @@ def test_gemma(tmp_path: Path) -> None:
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == [2, *expected], text
         assert ours.decode(expected) == theirs.decode(expected)
+
+
+@pytest.mark.parametrize("kind", list(gguf.TokenType)[:4])
+def test_the_end_of_a_turn_ends_an_answer_whatever_its_type_is(
+    tmp_path: Path, kind: gguf.TokenType
+) -> None:
+    """Published files of Gemma have it as a user-defined token, and `<eos>` as `eos_token_id`."""
+    theirs = tokenizers.Tokenizer.from_str(build.byte_level_bpe().to_str())  # token 1 is <|end|>
+    theirs.add_tokens(["<end_of_turn>"])
+    file = open_gguf(write(tmp_path / "t.gguf", theirs, pre="gpt-2"))
+    end_of_turn = theirs.get_vocab_size() - 1
+    types = file.metadata["tokenizer.ggml.token_type"].copy()
+    types[end_of_turn] = kind
+    file.metadata = {**file.metadata, "tokenizer.ggml.token_type": types}
+    assert read_gguf_generation_config(file)["eos_token_id"] == [1, end_of_turn]
+    ours = Tokenizer(tokenizers.Tokenizer.from_str(gguf_tokenizer_json(file)), {}, None)
+    assert end_of_turn in ours.special_token_ids
+    assert ours.encode("the<end_of_turn>\n") == theirs.encode("the<end_of_turn>\n").ids
+
+
+def test_in_the_harmony_format_a_part_of_an_answer_does_not_end_it() -> None:
+    assert end_tokens(["a", "<|end|>", "<|endoftext|>"]) == [1, 2]
+    assert end_tokens(["<|call|>", "<|end|>", "<|return|>"]) == [0, 2]
 
 
 @pytest.mark.parametrize(
