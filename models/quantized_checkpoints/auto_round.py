@@ -1,8 +1,11 @@
 """Checkpoints of AutoRound (arXiv:2309.05516), in the packings of GPTQ and AWQ.
 
-auto_round, auto_round:auto_gptq   GPTQ version 1, without g_idx
-auto_round:gptqmodel               GPTQ version 2, without g_idx
-auto_round:auto_awq                AWQ
+auto_round:auto_gptq, auto_round:gptq   GPTQ version 1
+auto_round, auto_round:gptqmodel        GPTQ version 2
+auto_round:auto_awq, auto_round:awq     AWQ
+
+Early files have `backend` in place of `packing_format`, such as auto_round:gptq:exllamav2, and have
+g_idx, although the columns are in order.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from ostinato.models.weight_methods.weight_method import WeightMethod
 
 __all__ = ("from_checkpoint",)
 
+# The name of a packing -> the version of GPTQ; None = AWQ.
 _PACKINGS = {
-    "auto_round": 1,
     "auto_round:auto_gptq": 1,
+    "auto_round:gptq": 1,
+    "auto_round": 2,
     "auto_round:gptqmodel": 2,
     "auto_round:auto_awq": None,
+    "auto_round:awq": None,
 }
 _FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is not quantised
 # Keys that say how the checkpoint was made, or how another library should run it.
@@ -86,9 +92,10 @@ def from_checkpoint(
     """
     keys = ConfigKeys(stated)
     keys.text("quant_method", one_of=("auto-round", "auto_round"))
-    packing = keys.text("packing_format", one_of=_PACKINGS, default="auto_round")
+    packing = keys.text("packing_format", one_of=_PACKINGS, default=_early_packing(keys))
     version = _PACKINGS[packing]
-    gptq = replace(gptq_method(keys, headers, version=version or 1), has_g_idx=False)
+    gptq = gptq_method(keys, headers, version=version or 1)
+    gptq = replace(gptq, has_g_idx=bool(headers) and gptq.has_g_idx)
     method: Gptq | Awq = gptq
     if version is None:
         if gptq.bits != 4:
@@ -117,6 +124,13 @@ def from_checkpoint(
     keys.without_effect(*_MADE_WITH)
     keys.finish()
     return policy
+
+
+def _early_packing(keys: ConfigKeys) -> str:
+    """The packing of a file that does not state it."""
+    backend = str(keys.value("backend", default=""))
+    is_plain = backend.startswith("auto_round:") and "gptq" not in backend
+    return "auto_round" if is_plain else "auto_round:auto_gptq"
 
 
 def headers_lack(headers: Headers, suffix: str) -> bool:

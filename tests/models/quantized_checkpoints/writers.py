@@ -108,11 +108,14 @@ def gptq_v2(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], T
 
 
 def auto_round(name: str, weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
-    packing = form.settings["packing_format"]
+    backend = form.settings.get("backend", "")
+    packing = form.settings.get("packing_format", backend.removesuffix(":exllamav2"))
     if packing.endswith("awq"):
         return awq(name, weight, form)
-    tensors, restored = gptq(name, weight, form, version=2 if "gptqmodel" in packing else 1)
-    del tensors[f"{name}.g_idx"]
+    is_version_2 = packing in ("auto_round", "auto_round:gptqmodel")
+    tensors, restored = gptq(name, weight, form, version=2 if is_version_2 else 1)
+    if not backend:  # early files have it
+        del tensors[f"{name}.g_idx"]
     return tensors, restored
 
 
