@@ -109,7 +109,10 @@ def load_weights(
                 pass  # another stage has it
             elif scales.take(name, stored_name, tensor):
                 pass
-            elif not any(pattern.search(stored_name) for pattern in ignored):
+            elif not (
+                any(pattern.search(stored_name) for pattern in ignored)
+                or _adds_nothing(stored_name, tensor)
+            ):
                 unexpected.append(stored_name)
             advance(part.num_bytes)
     scales.finish()
@@ -222,6 +225,11 @@ def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Sl
     """A stored name without prefix. With tied weights, an output head gets the embedding's name."""
     stored_name = bare_name(stored_name, layout)
     return layout.embedding if stored_name == layout.head not in slots else stored_name
+
+
+def _adds_nothing(stored_name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is a bias of zeros. AutoGPTQ wrote one for each matrix without a bias."""
+    return stored_name.endswith(".bias") and tensor.dim() == 1 and not bool(tensor.any())
 
 
 class _Part(NamedTuple):

@@ -154,6 +154,20 @@ def test_unexpected_tensor(saved: dict[str, Saved], tmp_path: Path) -> None:
     )
 
 
+def test_a_bias_that_the_model_lacks_is_ignored_if_it_is_zero(
+    saved: dict[str, Saved], tmp_path: Path
+) -> None:
+    """Checkpoints of AutoGPTQ have a bias of zeros for each matrix."""
+    directory = saved["qwen3"].write_small_files(tmp_path)
+    name = "model.layers.1.mlp.down_proj.bias"
+    tensors = {**saved["qwen3"].tensors, name: torch.zeros(64, dtype=torch.float16)}
+    save_file(tensors, directory / "model.safetensors")
+    assert torch.equal(load(directory).get_parameter("lm_head.weight"), tensors["lm_head.weight"])
+    tensors[name][3] = 1e-4
+    save_file(tensors, directory / "model.safetensors")
+    assert refusal(directory) == f"{directory} has unexpected tensor {name}"
+
+
 @pytest.mark.parametrize(
     ("variant", "name", "shape", "expected"),
     [
