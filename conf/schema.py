@@ -388,7 +388,7 @@ class GraphConfig(Section):
     )
     pack_weights: bool = setting(True, "rearrange weights for the CPU's matrix kernels")
     compress_weights: bool | None = setting(
-        None, "packed bfloat16 weights take 12 bits, without loss; null = on processors with AMX"
+        None, "packed bfloat16 weights take 12 bits, without loss; null = with AMX and with AVX2"
     )
     bundle: bool = setting(True, "load what an earlier start compiled, and store the rest")
     bundle_dir: str = setting("", "where bundles are; empty = in the cache directory")

@@ -23,7 +23,7 @@ runtime/memory/cache_shares.py chooses the number of states. The blocks take the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ostinato.conf.schema import DeviceConfig
 from ostinato.conf.sections.cache_schema import CacheConfig
@@ -73,7 +73,8 @@ class MemoryPlan:
     max_model_len: int  # tokens; at most the model's own limit
     reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
     step_tokens: int  # tokens of the largest step
-    device_free_bytes: int = 0  # free memory before the weights are loaded, without a limit
+    # Free memory before the weights are loaded, without a limit; no decision depends on it.
+    device_free_bytes: int = field(default=0, compare=False)
     tier_bytes: int = 0  # buffers for copies of KV blocks to slower tiers
     groups: tuple[KVGroup, ...] = WHOLE_CACHE
     # Slots for states of recurrent layers to allocate, slot 0 included; 0 = no layer is recurrent.

@@ -35,7 +35,8 @@ from ostinato.runtime.startup.bundles import (
     prepare_kernels,
 )
 
-BFLOAT16 = "core-bfloat16-compressed" if detect_isa() == "amx" else "core-bfloat16"
+IS_COMPRESSED = detect_isa() in ("amx", "avx2")
+BFLOAT16 = "core-bfloat16-compressed" if IS_COMPRESSED else "core-bfloat16"
 DENSE = ModelSection()
 DRAFT = SpeculationConfig(method=SpeculationMethod.draft, model="a-hub/draft")
 INT4 = ModelSection(quantization=Quantization.int4)

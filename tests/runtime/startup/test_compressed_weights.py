@@ -54,8 +54,8 @@ def test_the_answers_are_those_of_packed_weights(
 
 
 @pytest.mark.parametrize("isa", ["auto", "portable"])
-def test_compression_is_the_default_with_matrix_tiles(isa: str) -> None:
+def test_compression_is_the_default_with_amx_and_avx2(isa: str) -> None:
     weights = make_plan(tiny_config(BFLOAT16, f"device.isa={isa}").engine, 1).source.weights
     assert isinstance(weights, WeightsByRole)
-    has_tiles = isa == "auto" and detect_isa() == "amx"
-    assert weights.layers == (Compressed() if has_tiles else Packed())
+    is_compressed = isa == "auto" and detect_isa() in ("amx", "avx2")
+    assert weights.layers == (Compressed() if is_compressed else Packed())
