@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ostinato.models.quantized_checkpoints.awq import Awq
+from ostinato.models.quantized_checkpoints.awq import Awq, stores_zeros
 from ostinato.models.quantized_checkpoints.gptq import GPTQ_GROUPS, Gptq, gptq_method
-from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.keys import ConfigKeys, skip_auto_round
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
 from ostinato.models.weight_methods.weight_method import WeightMethod
 
@@ -33,29 +33,6 @@ _PACKINGS = {
     "auto_round:awq": None,
 }
 _FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is not quantised
-# Keys that say how the checkpoint was made, or how another library should run it.
-_MADE_WITH = (
-    "amp",
-    "autoround_version",
-    "backend",
-    "batch_size",
-    "dataset",
-    "enable_minmax_tuning",
-    "enable_norm_bias_tuning",
-    "enable_quanted_input",
-    "gradient_accumulate_steps",
-    "iters",
-    "low_gpu_mem_usage",
-    "lr",
-    "minmax_lr",
-    "nsamples",
-    "quant_block_list",
-    "scale_dtype",
-    "seqlen",
-    "super_bits",
-    "super_group_size",
-    "to_quant_block_names",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +80,9 @@ def from_checkpoint(
         method = Awq(
             bits=4,
             group_size=gptq.group_size,
-            symmetric=headers_lack(headers, ".qzeros"),
+            symmetric=bool(headers) and not stores_zeros(headers),
             scale_dtype=gptq.scale_dtype,
         )
-    keys.text("data_type", one_of=("int",), default="int")
-    keys.must_be("act_bits", 16, 32)
-    keys.must_be("act_data_type", "float", "int")
-    # settings of quantised activations; `act_bits` says that these are floats
-    for name in ("act_dynamic", "act_group_size", "act_sym"):
-        keys.without_effect(name)
     blocks = keys.value("block_name_to_quantize", default=[])
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks
     policy = _AutoRoundPolicy(
@@ -121,7 +92,7 @@ def from_checkpoint(
         blocks=tuple(f"{block.strip()}." for block in blocks),
         extra=_extra(keys, method),
     )
-    keys.without_effect(*_MADE_WITH)
+    skip_auto_round(keys)
     keys.finish()
     return policy
 
@@ -131,11 +102,6 @@ def _early_packing(keys: ConfigKeys) -> str:
     backend = str(keys.value("backend", default=""))
     is_plain = backend.startswith("auto_round:") and "gptq" not in backend
     return "auto_round" if is_plain else "auto_round:auto_gptq"
-
-
-def headers_lack(headers: Headers, suffix: str) -> bool:
-    """Whether the checkpoint's tensors are known, and none has a name with this ending."""
-    return bool(headers) and not any(name.endswith(suffix) for name in headers)
 
 
 def _extra(keys: ConfigKeys, method: Gptq | Awq) -> tuple[tuple[str, WeightMethod | None], ...]:

@@ -4,7 +4,8 @@
     qzeros   int32 [groups, out / 8], likewise
     scales   [groups, out]
 
-A weight is `(q - z) * scale`. With `zero_point: false` there are no `qzeros`, and z is 8.
+A weight is `(q - z) * scale`. With `zero_point: false` some checkpoints have no `qzeros`; z is then
+8. Checkpoints of AutoRound and GPTQModel have them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.keys import (
+    MADE_BY_GPTQ,
+    ConfigKeys,
+    skip_auto_round,
+)
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers, names_module
 from ostinato.models.quantized_checkpoints.stored_groups import (
     StoredGroups,
@@ -34,7 +39,7 @@ from ostinato.models.weight_methods.weight_method import (
 )
 from ostinato.ops.checkpoint_values.stored_values import Packing, unpack_words
 
-__all__ = ("Awq", "from_checkpoint")
+__all__ = ("Awq", "from_checkpoint", "stores_zeros")
 
 _WORDS = (torch.int32,)
 
@@ -99,14 +104,16 @@ def from_checkpoint(
     """
     keys = ConfigKeys(stated)
     keys.text("quant_method", one_of=("awq",), default="awq")
-    keys.text("version", one_of=("gemm",), default="gemm")
+    for name in ("version", "format", "checkpoint_format"):
+        keys.text(name, one_of=("gemm",), default="gemm")
     keys.integer("bits", "w_bit", one_of=(4,))
+    has_zeros = keys.boolean("zero_point", default=True)
     method = Awq(
         bits=4,
         group_size=keys.integer(
             "group_size", "q_group_size", one_of=(-1, 16, 32, 64, 128, 256), default=128
         ),
-        symmetric=not keys.boolean("zero_point", default=True),
+        symmetric=not has_zeros and not stores_zeros(headers),
         scale_dtype=stored_dtype(headers, ".scales", "float16"),
     )
     policy = _AwqPolicy(
@@ -115,7 +122,16 @@ def from_checkpoint(
         method=method,
         floats=keys.names("modules_to_not_convert"),
     )
-    keys.must_be("do_fuse", False)
-    keys.without_effect("backend", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+    for name in ("desc_act", "do_fuse", "lm_head"):
+        keys.must_be(name, False)
+    keys.must_be("pack_dtype", "int32")
+    # transformers writes `sym: true` beside `zero_point: true`
+    keys.without_effect("fuse_max_seq_len", "modules_to_fuse", "sym", *MADE_BY_GPTQ)
+    skip_auto_round(keys)
     keys.finish()
     return policy
+
+
+def stores_zeros(headers: Headers) -> bool:
+    """Whether zero points are among the checkpoint's known tensors."""
+    return any(name.endswith(".qzeros") for name in headers)

@@ -20,7 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.keys import (
+    MADE_BY_GPTQ,
+    ConfigKeys,
+    skip_auto_round,
+)
 from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
 from ostinato.models.quantized_checkpoints.stored_groups import (
     G_IDX,
@@ -43,34 +47,6 @@ __all__ = ("GPTQ_GROUPS", "Gptq", "from_checkpoint", "gptq_method")
 _WORDS = (torch.int32,)
 GPTQ_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
 """The supported values of `group_size`; -1 = a row is one group."""
-
-# Keys that say how the checkpoint was made, or how another library should run it.
-_MADE_WITH = (
-    "act_group_aware",
-    "backend",
-    "batch_size",
-    "block_name_to_quantize",
-    "cache_block_outputs",
-    "damp_auto_increment",
-    "damp_percent",
-    "dataset",
-    "disable_exllama",
-    "exllama_config",
-    "max_input_length",
-    "meta",
-    "model_file_base_name",
-    "model_name_or_path",
-    "model_seqlen",
-    "module_name_preceding_first_block",
-    "mse",
-    "pad_token_id",
-    "quantizer",
-    "static_groups",
-    "tokenizer",
-    "true_sequential",
-    "use_cuda_fp16",
-    "use_exllama",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +185,8 @@ def from_checkpoint(
         head=head,
         overrides=_overrides(keys, method),
     )
-    keys.without_effect(*_MADE_WITH)
+    keys.without_effect(*MADE_BY_GPTQ)
+    skip_auto_round(keys)
     keys.finish()
     return policy
 

@@ -5,9 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ("ConfigKeys",)
+__all__ = ("MADE_BY_GPTQ", "ConfigKeys", "skip_auto_round")
 
 _MISSING = object()
+
+# Keys that say how a checkpoint was made, or how another library should run it.
+MADE_BY_GPTQ = (
+    "act_group_aware",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "exllama_config",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "mse",
+    "pad_token_id",
+    "quantizer",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+)
+"""Keys of AutoGPTQ, GPTQModel and transformers, in checkpoints of GPTQ and AWQ."""
+
+_MADE_BY_AUTO_ROUND = (
+    "amp",
+    "autoround_version",
+    "backend",
+    "batch_size",
+    "dataset",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
+    "gradient_accumulate_steps",
+    "iters",
+    "low_gpu_mem_usage",
+    "lr",
+    "minmax_lr",
+    "model_free",
+    "nsamples",
+    "provider",
+    "quant_block_list",
+    "regex_config",
+    "scale_dtype",
+    "seqlen",
+    "super_bits",
+    "super_group_size",
+    "supported_types",
+    "to_quant_block_names",
+    "train_bs",
+)
 
 
 class ConfigKeys:
@@ -139,3 +196,16 @@ class ConfigKeys:
     def error(self, name: str, reason: str) -> ValueError:
         """An error that names a key."""
         return ValueError(f"config.json: {self._where}.{name} {reason}")
+
+
+def skip_auto_round(keys: ConfigKeys) -> None:
+    """Accept the keys that AutoRound writes into checkpoints of all of its formats.
+
+    Raises:
+        ValueError: weights are no integers, or activations are quantised.
+    """
+    keys.text("data_type", one_of=("int",), default="int")
+    keys.must_be("act_bits", 16, 32)
+    keys.must_be("act_data_type", "float", "int")
+    # settings of quantised activations; `act_bits` says that these are floats
+    keys.without_effect("act_dynamic", "act_group_size", "act_sym", *_MADE_BY_AUTO_ROUND)

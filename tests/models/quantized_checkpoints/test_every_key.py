@@ -39,7 +39,14 @@ WITHOUT_EFFECT = {
     "true_sequential",
 }
 # The tensors show these settings: by zero points, g_idx, and the dimensions of scales.
-TOLD_BY_TENSORS = {"checkpoint_format", "packing_format", "desc_act", "sym", "actorder"}
+TOLD_BY_TENSORS = {
+    "checkpoint_format",
+    "packing_format",
+    "desc_act",
+    "sym",
+    "actorder",
+    "zero_point",
+}
 UNKNOWN = ("unknown_key",)  # a key that no format has; every value but an empty one is refused
 DYNAMIC = {r"+:.*\.1\.mlp\.down_proj": {"bits": 4, "group_size": 32, "sym": True}}
 EXTRA = {"model.layers.1.mlp.down_proj": {"bits": 4, "group_size": 32, "sym": True}}

@@ -7,12 +7,35 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.models.quantized_checkpoints.loading import load, matrices
 from tests.models.quantized_checkpoints.writers import Form, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
 NAME = "layers.1.mlp.down_proj"
+AUTO_ROUND = {
+    "amp": True,
+    "act_bits": 32,
+    "autoround_version": "0.5.1",
+    "data_type": "int",
+    "enable_quanted_input": False,
+    "iters": 1000,
+    "low_gpu_mem_usage": True,
+    "nsamples": 512,
+    "scale_dtype": "torch.float16",
+    "seqlen": 2048,
+    "to_quant_block_names": "model.layers",
+}
+GPTQMODEL = {
+    "checkpoint_format": "gemm",
+    "desc_act": False,
+    "format": "gemm",
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:5.8.0"], "act_group_aware": True},
+    "pack_dtype": "int32",
+}
+TRANSFORMERS = transformers.AwqConfig(group_size=32).to_dict()
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +67,19 @@ def check(floats: Path, directory: Path, form: Form) -> None:
 def test_zero_points_of_auto_round(floats: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     """The plain packing stores zero points as they are, that of GPTQ stores them minus 1."""
     check(floats, tmp_path / "x", Form("auto_round", symmetric=False, settings=settings))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("gptq", settings=AUTO_ROUND),
+        Form("gptq", settings=transformers.GPTQConfig(4, group_size=32).to_dict()),
+        Form("awq", settings={**AUTO_ROUND, "provider": "auto-round", "zero_point": False}),
+        Form("awq", settings={**GPTQMODEL, "zero_point": False}),
+        Form("awq", symmetric=False, settings=TRANSFORMERS),
+    ],
+    ids=["auto-round as gptq", "transformers", "auto-round as awq", "gptqmodel", "transformers"],
+)
+def test_keys_and_tensors_of_other_libraries(floats: Path, tmp_path: Path, form: Form) -> None:
+    """AutoRound and GPTQModel store zero points of symmetric weights in AWQ's format too."""
+    check(floats, tmp_path / "x", form)
