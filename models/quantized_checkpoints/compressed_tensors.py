@@ -95,9 +95,11 @@ def from_checkpoint(
         groups=tuple(groups),
         floats=keys.names("ignore"),
     )
-    for name in ("sparsity_config", "transform_config"):
-        if keys.value(name, default=None):
-            raise keys.error(name, "is not supported; use a checkpoint without it")
+    sparsity = keys.value("sparsity_config", default=None)
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        raise keys.error("sparsity_config", "is not supported; use a checkpoint without it")
+    if keys.value("transform_config", default=None):
+        raise keys.error("transform_config", "is not supported; use a checkpoint without it")
     # The settings of a KV cache of 8 bits. Its scales are stored tensors, which an FP8 cache reads
     # (models/checkpoints/cache_scales.py). An int8 cache computes its own scales.
     keys.without_effect("kv_cache_scheme")

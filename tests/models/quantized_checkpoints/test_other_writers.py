@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.models.quantized_checkpoints.loading import load, matrices
-from tests.models.quantized_checkpoints.writers import Form, write
+from tests.models.quantized_checkpoints.writers import Form, edit, write
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
 NAME = "layers.1.mlp.down_proj"
@@ -83,3 +83,18 @@ def test_zero_points_of_auto_round(floats: Path, tmp_path: Path, settings: dict[
 def test_keys_and_tensors_of_other_libraries(floats: Path, tmp_path: Path, form: Form) -> None:
     """AutoRound and GPTQModel store zero points of symmetric weights in AWQ's format too."""
     check(floats, tmp_path / "x", form)
+
+
+def test_sparse_formats_of_compressed_tensors(floats: Path, tmp_path: Path) -> None:
+    """Older checkpoints state how many weights are zero, although they store all weights."""
+    sparsity = {
+        "format": "dense",
+        "global_sparsity": 19.098103233975568,
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+    }
+    form = Form("pack_quantized", settings={"sparsity_config": sparsity})
+    check(floats, tmp_path / "x", form)
+    edit(tmp_path / "x", sparsity_config={**sparsity, "format": "sparse-bitmask"})
+    with pytest.raises(ValueError, match="sparsity_config is not supported"):
+        load(tmp_path / "x")
