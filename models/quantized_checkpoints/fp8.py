@@ -103,6 +103,7 @@ def from_checkpoint(
         floats=keys.names(key),
     )
     keys.must_be("dequantize", False)
+    keys.must_be("expert_dtype", "fp8")
     keys.without_effect("modules_to_not_convert", "kv_cache_scheme")
     keys.finish()
     return policy

@@ -36,6 +36,7 @@ GPTQMODEL = {
     "pack_dtype": "int32",
 }
 TRANSFORMERS = transformers.AwqConfig(group_size=32).to_dict()
+FP8 = transformers.FineGrainedFP8Config(weight_block_size=(64, 64)).to_dict()
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,9 @@ def test_zero_points_of_auto_round(floats: Path, tmp_path: Path, settings: dict[
         Form("awq", settings={**AUTO_ROUND, "provider": "auto-round", "zero_point": False}),
         Form("awq", settings={**GPTQMODEL, "zero_point": False}),
         Form("awq", symmetric=False, settings=TRANSFORMERS),
+        Form("fp8", bits=8, group=64, settings=FP8),
     ],
-    ids=["auto-round as gptq", "transformers", "auto-round as awq", "gptqmodel", "transformers"],
+    ids=["auto-round", "transformers", "auto-round", "gptqmodel", "transformers", "transformers"],
 )
 def test_keys_and_tensors_of_other_libraries(floats: Path, tmp_path: Path, form: Form) -> None:
     """AutoRound and GPTQModel store zero points of symmetric weights in AWQ's format too."""
