@@ -53,9 +53,11 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        backend.add_special_tokens(
-            [token for token in special_tokens.values() if backend.token_to_id(token) is not None]
-        )
+        # A token that is added again as a text would lose its own settings, such as whether white
+        # space beside it is dropped.
+        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        named = [text for text in special_tokens.values() if backend.token_to_id(text) is not None]
+        backend.add_special_tokens([added.get(text, text) for text in named])
         self._backend = backend
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template

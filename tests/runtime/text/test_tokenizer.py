@@ -269,6 +269,22 @@ class TestEncoding:
         assert len(token_ids) > 1
         assert b"".join(map(ours.token_bytes, token_ids)) == "🦆".encode()
 
+    @pytest.mark.parametrize("special", [True, False])
+    def test_named_special_tokens_keep_their_settings(self, tmp_path, special):
+        """Phi-3 drops the white space after `<|end|>`, masks drop that before them."""
+        save(tmp_path)
+        file = tmp_path / "tokenizer.json"
+        content = json.loads(file.read_text())
+        for token in content["added_tokens"]:
+            token |= {"rstrip": True, "lstrip": True, "special": special}
+        file.write_text(json.dumps(content))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        ours = Tokenizer.from_path(tmp_path)
+        assert ours.is_special(theirs.eos_token)
+        text = f"the {theirs.eos_token}\n fox"
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.encode(text) == ours.encode(text.replace(" ", "").replace("\n", ""))
+
     def test_named_special_tokens_are_skipped_even_if_the_file_forgot(self, tmp_path):
         theirs = save(tmp_path)
         file = tmp_path / "tokenizer.json"
