@@ -32,9 +32,6 @@ class StartedClient(FakeClient):
     async def start(self) -> None:
         self.calls.append("start")
 
-    async def drain(self, timeout_s: float) -> None:
-        self.calls.append("drain")
-
     async def close(self) -> None:
         self.calls.append("close")
 
@@ -86,7 +83,7 @@ def test_the_keys_of_the_file_are_needed(client_of, tmp_path: Path):
     sent = asyncio.run(live(app, work))
     assert statuses == [401, 200]
     assert [one["type"] for one in sent][-1] == "lifespan.shutdown.complete"
-    assert client_of().calls == ["start", "drain", "close"]
+    assert client_of().calls == ["start", "close"]
     assert logging.getLogger().level == logging.WARNING
 
 

@@ -216,6 +216,7 @@ def test_a_slow_constraint_does_not_delay_others(compiler):
         await compiler.compile_async(StructuredOutputsParams(regex="warm"))
         (pid,) = pids_of(compiler)
         os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)  # until all its threads have stopped
         held = asyncio.create_task(compiler.compile_async(StructuredOutputsParams(regex="held")))
         await asyncio.sleep(0.05)
         assert await compiler.compile_async(StructuredOutputsParams(regex="free"))
