@@ -54,6 +54,20 @@ def engine_of(server_pid: int) -> psutil.Process:
     return engine
 
 
+def _suspend(process: psutil.Process) -> None:
+    """Stop a process and wait until all its threads have stopped, which they do one by one."""
+    process.suspend()
+    wait_until(lambda: _has_stopped(process.pid), "the process does not stop")
+
+
+def _has_stopped(pid: int) -> bool:
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # a thread has ended meanwhile
+        return False
+    return all(") T " in stat for stat in stats)
+
+
 class ServerProcess:
     """One server; `with ServerProcess(...) as server:` waits until it is ready.
 
@@ -155,7 +169,7 @@ class ServerProcess:
     def held_engine(self) -> Iterator[None]:
         """Suspend the engine, so that no request advances, however slow or quick the machine is."""
         engine = self.engine
-        engine.suspend()
+        _suspend(engine)
         try:
             yield
         finally:
@@ -170,7 +184,7 @@ class ServerProcess:
             for one in psutil.Process(self.pid).children()
             if "ostinato.api.server.preparation_main" in one.cmdline()
         ]
-        process.suspend()
+        _suspend(process)
         try:
             yield
         finally:
