@@ -287,7 +287,6 @@ class _Server:
 
     async def _drain(self) -> None:
         admission, timeout_s = self._service.admission, self._config.server.drain_timeout_s
-        admission.is_draining = True
         if admission.has_work:
             text = (
                 "unfinished requests: %d, unfinished sequences: %d; waiting at most %g s for them"
