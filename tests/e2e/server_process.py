@@ -54,10 +54,16 @@ def engine_of(server_pid: int) -> psutil.Process:
     return engine
 
 
-def _suspend(process: psutil.Process) -> None:
-    """Stop a process and wait until all its threads have stopped, which they do one by one."""
+@contextmanager
+def _suspended(process: psutil.Process) -> Iterator[None]:
+    """A context in which all threads of a process are stopped, which they are one by one."""
     process.suspend()
-    wait_until(lambda: _has_stopped(process.pid), "the process does not stop")
+    try:
+        wait_until(lambda: _has_stopped(process.pid), "the process does not stop")
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):  # the test or the server may have ended it
+            process.resume()
 
 
 def _has_stopped(pid: int) -> bool:
@@ -168,13 +174,8 @@ class ServerProcess:
     @contextmanager
     def held_engine(self) -> Iterator[None]:
         """Suspend the engine, so that no request advances, however slow or quick the machine is."""
-        engine = self.engine
-        _suspend(engine)
-        try:
+        with _suspended(self.engine):
             yield
-        finally:
-            with suppress(psutil.NoSuchProcess):  # the test may have ended it
-                engine.resume()
 
     @contextmanager
     def held_preparation(self) -> Iterator[None]:
@@ -184,12 +185,8 @@ class ServerProcess:
             for one in psutil.Process(self.pid).children()
             if "ostinato.api.server.preparation_main" in one.cmdline()
         ]
-        _suspend(process)
-        try:
+        with _suspended(process):
             yield
-        finally:
-            with suppress(psutil.NoSuchProcess):  # the server may have ended it
-                process.resume()
 
     def has_engine(self) -> bool:
         """Whether there is an engine process, which may still be starting."""
