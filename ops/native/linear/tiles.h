@@ -61,6 +61,7 @@ OSTINATO_INLINE void add_products(F32 (&sum)[R][V], const float* x, const F32 (&
     const F32 value = broadcast(x[r]);
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
+      // With few sums, the compiler keeps them in registers itself, and reads operands of `fma` from memory.
       if constexpr (R * V > 8) {
         add_product(sum[r][v], value, columns[v]);
       } else {
