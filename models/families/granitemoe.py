@@ -23,6 +23,14 @@ class GraniteMoeForCausalLM(Decoder):
     One has gate and up of all experts, the other has down of all experts.
     """
 
+    # GGUF files store all matrices by themselves.
+    gguf_layout = CheckpointLayout(
+        renamed=LLAMA_NAMES,
+        merged=(
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ),
+    )
     checkpoint_layout = CheckpointLayout(
         renamed=(
             *LLAMA_NAMES,

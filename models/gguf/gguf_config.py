@@ -7,23 +7,23 @@ here could change the output. So a file with such a key is refused, and the erro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ostinato.models.gguf.architecture_keys import ArchitectureKeys
-from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
-from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
-from ostinato.models.gguf.gguf_paths import GGUFError
-from ostinato.models.gguf.gguf_tensors import module_types, reordered_modules
-from ostinato.models.gguf.gguf_tokenizer import end_tokens
-from ostinato.models.gguf.hybrid_keys import (
+from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
+from ostinato.models.gguf.architectures.decoder_keys import DECODERS
+from ostinato.models.gguf.architectures.hybrid_keys import (
     GATED,
     HYBRIDS,
     read_kv_heads,
     read_unused_blocks,
 )
+from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
+from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
+from ostinato.models.gguf.gguf_paths import GGUFError
+from ostinato.models.gguf.gguf_tensors import module_types, reordered_modules
+from ostinato.models.gguf.gguf_tokenizer import end_tokens
 from ostinato.models.gguf.tensor_names import is_matrix
 
 __all__ = ("ARCHITECTURES", "read_gguf_config", "read_gguf_generation_config")
@@ -252,124 +252,5 @@ def _numbers(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
         return np.frombuffer(opened.read(tensor.num_bytes), "<f4").tolist()
 
 
-def _llama(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    if "partial_rotary_factor" in config:
-        raise keys.error(
-            "rope.dimension_count", "differs from the size of a head", "only equal ones are"
-        )
-    if not keys.integer("expert_count"):
-        keys.ignore("expert_used_count")
-        return {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    return {
-        "architectures": ["MixtralForCausalLM"],
-        "hidden_act": "silu",
-        "num_local_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-    }
-
-
-def _dense(architecture: str) -> Callable[[ArchitectureKeys, dict[str, Any]], dict[str, Any]]:
-    return lambda keys, config: {"architectures": [architecture], "hidden_act": "silu"}
-
-
-def _qwen2moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_qwen3moe(keys, config),
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "norm_topk_prob": keys.flag("expert_weights_norm", False),
-        "shared_expert_intermediate_size": keys.expert_width(
-            "expert_shared_feed_forward_length", "blk.0.ffn_up_shexp.weight"
-        ),
-        "qkv_bias": config["attention_bias"],
-    }
-
-
-def _qwen3moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    width = keys.expert_width("expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_act": "silu",
-        "num_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-        "moe_intermediate_size": width,
-        "intermediate_size": config.get("intermediate_size") or width,
-        "norm_topk_prob": keys.flag("expert_weights_norm", True),
-        "decoder_sparse_step": 1,
-    }
-
-
-def _gemma(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _newer_gemma(
-    keys: ArchitectureKeys, config: dict[str, Any], architecture: str, layers_of_27b: int
-) -> dict[str, Any]:
-    """Gemma 2 and 3. Files do not have `query_pre_attn_scalar`. It is the size of a head, except in
-    the models of 27B parameters. These are recognised by their number of layers, as in llama.cpp.
-    """
-    is_27b = config["num_hidden_layers"] == layers_of_27b
-    per_head = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        "architectures": [architecture],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
-        "sliding_window": keys.size("attention.sliding_window"),
-    }
-
-
-def _gemma2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_newer_gemma(keys, config, "Gemma2ForCausalLM", 46),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
-        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
-    }
-
-
-def _gemma3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_newer_gemma(keys, config, "Gemma3ForCausalLM", 62),
-        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern") or 6,
-        "rope_theta": keys.number("rope.freq_base") or 1_000_000.0,
-        "rope_local_base_freq": keys.number("rope.freq_base_swa") or 10_000.0,
-        "final_logit_softcapping": keys.number("final_logit_softcapping"),
-    }
-
-
-def _phi3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "architectures": ["Phi3ForCausalLM"],
-        "hidden_act": "silu",
-        "sliding_window": keys.integer("attention.sliding_window"),
-    }
-
-
-def _gpt_oss(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    scaling = config.get("rope_scaling")
-    if scaling is not None:  # gpt-oss has truncate=false, which GGUF files do not state
-        scaling = {**scaling, "truncate": False}
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "hidden_act": "silu",
-        "intermediate_size": keys.size("expert_feed_forward_length"),
-        "num_local_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-        "sliding_window": keys.size("attention.sliding_window"),
-        "rope_scaling": scaling,
-    }
-
-
-ARCHITECTURES: dict[str, Callable[[ArchitectureKeys, dict[str, Any]], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _dense("Qwen2ForCausalLM"),
-    "qwen3": _dense("Qwen3ForCausalLM"),
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "gpt-oss": _gpt_oss,
-    **HYBRIDS,
-}
+ARCHITECTURES: dict[str, ReadKeys] = {**DECODERS, **HYBRIDS}
 """`general.architecture` -> the function that reads the keys besides the common ones."""

@@ -2,7 +2,7 @@
 
 llama.cpp's converter renames tensors and stacks experts. It also changes values:
 
-- rows of queries and keys of Llama and Granite: the two rows of a rotary pair side by side;
+- rows of queries and keys of `_PAIRED` architectures: the two rows of a rotary pair side by side;
 - norms of Gemma, and of Qwen3-Next and Qwen3.5 except in recurrent mixers: 1 is added;
 - decays of recurrent mixers: `-exp(A_log)` in place of `A_log`;
 - Qwen3.5: the heads of values that share a head of keys are no longer beside each other;
@@ -96,10 +96,13 @@ _GATED_DELTA = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_STATE_SPACE = {
+_SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.gate_proj",
     "ffn_up_shexp": "mlp.up_proj",
     "ffn_down_shexp": "mlp.down_proj",
+}
+_STATE_SPACE = {
+    **_SHARED_EXPERT,
     "ssm_a": "mamba.A_log",
     "ssm_conv1d": "mamba.conv1d",
     "ssm_d": "mamba.D",
@@ -108,6 +111,12 @@ _STATE_SPACE = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+_OLMO = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Architectures whose rotary pairs are two rows side by side.
+_PAIRED = {"llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid"}
 # `general.architecture` -> the names that differ from the common names above.
 _OTHER_NAMES = {
     "gemma2": _SANDWICH,
@@ -119,8 +128,10 @@ _OTHER_NAMES = {
         "attn_sinks": "self_attn.sinks",
     },
     "granitehybrid": _STATE_SPACE,
+    "granitemoe": _SHARED_EXPERT,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
+    "olmo2": _OLMO,
     "qwen35": _GATED_DELTA,
     "qwen35moe": _GATED_DELTA,
     "qwen3next": _GATED_DELTA,
@@ -164,7 +175,7 @@ class TensorNames:
             self._expert = _MIXTRAL_EXPERT if is_mixtral else _LFM2_EXPERT
             self._sides = _NUMBERED_SIDES
         self._heads: dict[str, int] = {}
-        if kind in ("llama", "granitehybrid"):
+        if kind in _PAIRED:
             heads = self._count("attention.head_count")
             kv_heads = self._count("attention.head_count_kv") or heads
             self._heads = {"attn_q": heads, "attn_k": kv_heads}

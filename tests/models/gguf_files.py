@@ -37,7 +37,12 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
 }
+_PAIRED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.MISTRAL3, gguf.MODEL_ARCH.SMOLLM3)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -141,7 +146,7 @@ def _converted(name: str, data: Array, config: dict[str, Any], arch: gguf.MODEL_
         return data + np.float32(1.0)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     part = name.split(".")[-2]
-    if arch is gguf.MODEL_ARCH.LLAMA and part in heads:
+    if arch in _PAIRED and part in heads:
         halves = data.reshape(config[heads[part]], 2, -1, *data.shape[1:])
         return halves.swapaxes(1, 2).reshape(data.shape)
     return data
@@ -214,6 +219,13 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODE
         writer.add_sliding_window_pattern(2)
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
+    if arch is gguf.MODEL_ARCH.OLMO2 and has_window:
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        rope = rope["full_attention"]
+    if arch is gguf.MODEL_ARCH.MISTRAL3:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     _add_rope(writer, rope, head_dim, config)
 
 

@@ -30,7 +30,14 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
     "BambaForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
 }
+_MULTIPLIED = (
+    gguf.MODEL_ARCH.GRANITE,
+    gguf.MODEL_ARCH.GRANITE_MOE,
+    gguf.MODEL_ARCH.GRANITE_HYBRID,
+)
 # Parts of the names of vectors and kernels, and of matrices that stay float32.
 _FLOATS = ("norm", "A_log", "dt_bias", "conv1d", "conv.conv", "expert_bias", ".D", ".bias")
 _ROUTERS = ("feed_forward.gate.", "mlp.gate.", "router", "shared_expert_gate")
@@ -64,7 +71,7 @@ def write_hybrid_gguf(
             gates, as older converters did.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    arch = ARCHITECTURES[config["architectures"][0]]
+    arch = _architecture(config)
     quantised = GGMLQuantizationType[kind]
     stored = load_file(checkpoint / "model.safetensors")
     matrices = {name for name in stored if is_quantised(name)}
@@ -104,6 +111,16 @@ def write_hybrid_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _architecture(config: dict[str, Any]) -> gguf.MODEL_ARCH:
+    """Granite 4 has another name if no layer has Mamba-2."""
+    arch = ARCHITECTURES[config["architectures"][0]]
+    is_hybrid = "linear_attention" in config.get("layer_types", ["linear_attention"])
+    if arch is not gguf.MODEL_ARCH.GRANITE_HYBRID or is_hybrid:
+        return arch
+    has_experts = config["num_local_experts"]
+    return gguf.MODEL_ARCH.GRANITE_MOE if has_experts else gguf.MODEL_ARCH.GRANITE
 
 
 def is_quantised(name: str) -> bool:
@@ -220,9 +237,11 @@ def _own_name(names: gguf.TensorNameMap, name: str) -> str:
 def _add_config(
     writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODEL_ARCH, unused: int
 ) -> None:
+    num_layers = config["num_hidden_layers"]
+    attending = config.get("attn_layer_indices", range(num_layers))
     kinds = config.get("layer_types") or [
-        "full_attention" if layer in config["attn_layer_indices"] else "linear_attention"
-        for layer in range(config["num_hidden_layers"])
+        "full_attention" if layer in attending else "linear_attention"
+        for layer in range(num_layers)
     ]
     writer.add_block_count(len(kinds) + unused)
     writer.add_context_length(config["max_position_embeddings"])
@@ -236,13 +255,13 @@ def _add_config(
     if experts is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch in (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE, gguf.MODEL_ARCH.GRANITE_HYBRID):
+    if arch in (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE, *_MULTIPLIED):
         heads = config["num_key_value_heads"]
         writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
     if arch in (gguf.MODEL_ARCH.LFM2, gguf.MODEL_ARCH.LFM2MOE):
         _add_lfm2(writer, config, has_experts=experts is not None)
-    elif arch is gguf.MODEL_ARCH.GRANITE_HYBRID:
-        _add_mamba(writer, config)
+    elif arch in _MULTIPLIED:
+        _add_granite(writer, config)
     else:
         _add_delta(writer, config, gguf.MODEL_ARCH_NAMES[arch], kinds, unused)
 
@@ -293,22 +312,24 @@ def _add_delta(
         writer.add_expert_weights_norm(False)  # the converter does not write it
 
 
-def _add_mamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _add_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     is_bamba = config["model_type"] == "bamba"
     writer.add_feed_forward_length(config["intermediate_size"])
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     fraction = config["rope_parameters"].get("partial_rotary_factor") or 1.0
     writer.add_rope_dimension_count(int(head_dim * fraction))
-    # The converter writes true for Bamba alone. A reader must honour both values.
-    has_positions = is_bamba or config.get("position_embedding_type") == "rope"
-    writer.add_rope_scaling_finetuned(has_positions)
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-    if not is_bamba:
+    if "mamba_d_conv" in config:
+        # The converter writes true for Bamba alone. A reader must honour both values.
+        has_positions = is_bamba or config.get("position_embedding_type") == "rope"
+        writer.add_rope_scaling_finetuned(has_positions)
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if config.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if not is_bamba:
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

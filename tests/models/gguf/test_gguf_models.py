@@ -22,7 +22,12 @@ from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec,
 from tests.models.driver import Driver, Sequence
 from tests.models.gguf_files import save_checkpoint, write_gguf
 from tests.models.parity import PROMPT, Expected, check_whole, load
+from tests.models.random_checkpoints import GROWING, YARN
 
+OLMO3_ROPE = {
+    "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+}
 # A GGUF file cannot state Gemma's query_pre_attn_scalar, Mistral's window or Qwen's mixed layers.
 # So these settings have the values that the reader of GGUF files assumes. Sizes of 64 are multiples
 # of a block of quantised values.
@@ -36,8 +41,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied": {},
     "llama-yarn": {},
     "llama3": {},
+    "ministral3": {"rope_parameters": {**GROWING, "mscale": 1.0, "mscale_all_dim": 0.5}},
     "mistral": {"sliding_window": None},
     "mixtral": {"intermediate_size": 64},
+    "olmo2": {},
+    "olmo3": {"rope_parameters": OLMO3_ROPE},
     "phi3": {},
     "phi3-longrope": {},
     "phi3-partial": {},
@@ -50,6 +58,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3-moe": {},
     "qwen3-tied": {},
+    "smollm3": {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 4,
+    },
 }
 
 

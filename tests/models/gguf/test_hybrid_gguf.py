@@ -1,4 +1,4 @@
-"""GGUF files of hybrid models against transformers and against safetensors on the same numbers."""
+"""GGUF files of hybrid models, and of all of Granite, against transformers and against safetensors on the same numbers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5": THREE_TO_TWO,
     "qwen3.5-moe": THREE_TO_TWO,
 }
+# Granite without recurrent layers. The intermediate size of a dense model is that of its MLP.
+ATTENDING: dict[str, dict[str, Any]] = {
+    "granite": {},
+    "granite4-attention": {"intermediate_size": 48},
+    "granite4-attention-rotating": {"intermediate_size": 48, "position_embedding_type": "rope"},
+    "granite4-attention-experts": {
+        "intermediate_size": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "granitemoe": {},
+}
 # Sizes that are multiples of a block of 32 values.
 WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
     "bamba": {},
@@ -68,7 +80,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
     @cache
     def save(name: str) -> Expected:
-        directory = save_checkpoint(name, tmp_path_factory.mktemp(name), **MODELS[name])
+        settings = (MODELS | ATTENDING)[name]
+        variant = name.removesuffix("-rotating").removesuffix("-experts")
+        directory = save_checkpoint(variant, tmp_path_factory.mktemp(name), **settings)
         return _expected(directory)
 
     return save
@@ -91,11 +105,11 @@ def _without(*keys: str) -> Callable[[gguf.GGUFWriter], None]:
     return remove
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ATTENDING])
 def test_logits_and_greedy_tokens(saved, tmp_path: Path, name: str) -> None:
     expected = saved(name)
     model, config = load(write_hybrid_gguf(expected.directory, tmp_path / "m.gguf"), "cpu")
-    assert config.recurrent is not None
+    assert (config.recurrent is not None) == (name in MODELS)
     driver = Driver(model, config)
     check_whole(driver, expected)
     check_chunked(driver, expected)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
 from ostinato.models.gguf.gguf_paths import GGUFError
 
-__all__ = ("ArchitectureKeys",)
+__all__ = ("ArchitectureKeys", "ReadKeys")
 
 # Keys that do not change the computation, or that repeat the shapes of tensors.
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
@@ -182,3 +185,7 @@ class ArchitectureKeys:
                 f"{self.file.path}: the key {self._prefix}{unknown[0]} is not known and may change "
                 "the output, so the file is not served; use the model's safetensors checkpoint"
             )
+
+
+ReadKeys = Callable[[ArchitectureKeys, dict[str, Any]], dict[str, Any]]
+"""(keys, the part of the config that all architectures have) -> the rest of the config."""

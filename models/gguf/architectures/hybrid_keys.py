@@ -6,10 +6,10 @@ number of heads of keys of a gated delta net, and the number of groups of a Mamb
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ostinato.models.gguf.architecture_keys import ArchitectureKeys
+from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
+from ostinato.models.gguf.architectures.decoder_keys import granite_multipliers
 
 __all__ = ("GATED", "HYBRIDS", "read_kv_heads", "read_unused_blocks")
 
@@ -210,14 +210,11 @@ def _granitehybrid(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, 
         "mamba_d_conv": keys.size("ssm.conv_kernel"),
         "mamba_conv_bias": keys.has_in_a_block("ssm_conv1d.bias"),
         "mamba_proj_bias": keys.has_in_a_block("ssm_in.bias"),
-        "embedding_multiplier": keys.number("embedding_scale") or 1.0,
-        "attention_multiplier": keys.number("attention.scale") or config["head_dim"] ** -0.5,
-        "residual_multiplier": keys.number("residual_scale") or 1.0,
-        "logits_scaling": keys.number("logit_scale") or 1.0,
+        **granite_multipliers(keys, config),
     }
 
 
-HYBRIDS: dict[str, Callable[[ArchitectureKeys, dict[str, Any]], dict[str, Any]]] = {
+HYBRIDS: dict[str, ReadKeys] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,
     "qwen35": _qwen35,
