@@ -37,6 +37,7 @@ from ostinato.runtime.types.adapters import ServedAdapter
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import (
     DEADLINE_REASON,
+    GRAMMAR_REFUSAL,
     FinishReason,
     PooledOutput,
     RequestOutput,
@@ -328,12 +329,13 @@ class RequestRunner:
 
 
 def _raise_for_failure(output: RequestOutput | PooledOutput, context: RequestContext) -> None:
-    is_refusal = isinstance(output, RequestOutput) and output.is_refusal
-    if output.finish_reason is FinishReason.error and is_refusal:
+    refusal = output.refusal
+    if output.finish_reason is FinishReason.error and refusal is not None:
         raise InvalidRequestError(
             output.error or "the grammar cannot be continued",
-            param=context.constraint_field,
-            code="constraint_too_complex",
+            param=context.constraint_field if refusal == GRAMMAR_REFUSAL else refusal.param,
+            code=refusal.code,
+            status=refusal.status,
         )
     if output.finish_reason is FinishReason.error:
         raise EngineError(output.error or "the engine gave this request up")

@@ -300,6 +300,7 @@ class EngineClient(EngineFigures):
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=event.finish_reason or FinishReason.error,
             error=event.error,
+            refusal=event.refusal,
             scheduled_time=event.scheduled_time,
             num_preemptions=event.num_preemptions,
             events=event.events,

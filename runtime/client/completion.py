@@ -93,7 +93,7 @@ class CompletionStream:
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             error=engine_output.error,
-            is_refusal=engine_output.is_refusal,
+            refusal=engine_output.refusal,
             prompt_logprobs=engine_output.prompt_logprobs,
             scheduled_time=engine_output.scheduled_time,
             num_preemptions=engine_output.num_preemptions,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.runtime.execution.executor import Executor
-from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.outputs import GRAMMAR_REFUSAL, FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 
 __all__ = ("GrammarQueue",)
@@ -54,7 +54,7 @@ class GrammarQueue:
                     [],
                     FinishReason.error,
                     error=built.error,
-                    is_refusal=built.is_refusal,
+                    refusal=GRAMMAR_REFUSAL if built.is_refusal else None,
                 )
             )
         return ready, ended

@@ -54,7 +54,7 @@ from ostinato.runtime.ranks.link_ends import RankLayout
 from ostinato.runtime.ranks.rank_process import RankLog
 from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.startup.bundles import prepare_kernels
-from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.outputs import FinishReason, Refusal, SequenceOutput
 from ostinato.runtime.types.request import Request
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
     try:
         engine.add_request(request)
     except InvalidRequestError as error:
-        return [SequenceOutput(request.request_id, [], FinishReason.error, error=str(error))]
+        refusal = Refusal(error.param, error.code, error.status)
+        name = request.request_id
+        return [SequenceOutput(name, [], FinishReason.error, error=str(error), refusal=refusal)]
     return []
 
 

@@ -38,7 +38,7 @@ from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.scheduling.step_planner import StepPlanner
 from ostinato.runtime.scheduling.ttft_forecast import QueueLoad, queue_load
 from ostinato.runtime.speculation.proposer import Proposer
-from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.outputs import GRAMMAR_REFUSAL, FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
@@ -439,7 +439,7 @@ class Scheduler:
             error,
             prompt_logprobs,
             is_complete=is_complete,
-            is_refusal=error is not None,
+            refusal=None if error is None else GRAMMAR_REFUSAL,
         )
 
     def _forget(self, request_id: str) -> None:

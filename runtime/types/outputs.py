@@ -10,12 +10,14 @@ from ostinato.runtime.types.speculation import SpeculationReport
 
 __all__ = (
     "DEADLINE_REASON",
+    "GRAMMAR_REFUSAL",
     "BeamOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "FinishReason",
     "GenerationOutput",
     "PooledOutput",
+    "Refusal",
     "RequestOutput",
     "SequenceOutput",
     "TimelineEvent",
@@ -61,6 +63,18 @@ class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per token; the search uses these values
 
 
+class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How an API answers a request that caused an error in the engine; see InvalidRequestError."""
+
+    param: str | None = None  # the field at fault; None = not known to the engine
+    code: str | None = None
+    status: int = 400
+
+
+GRAMMAR_REFUSAL = Refusal(code="constraint_too_complex")
+"""The request's constraint caused the error. The API knows the field that states it."""
+
+
 class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An event of a traced request in the engine. Most fields are for `prefill` events only."""
 
@@ -91,7 +105,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
     pooled: bytes | None = None  # little-endian float32, of a pooled request
     is_complete: bool = False  # the grammar ended the output; the last token is not a stop token
-    is_refusal: bool = False  # the request caused the error, by its grammar
+    refusal: Refusal | None = None  # set with an error that the request caused
     # When the request first had a row, monotonic clock. Set in its first output.
     scheduled_time: float = 0.0
     num_preemptions: int = 0  # set together with the finish reason
@@ -128,7 +142,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
     error: str | None = None
-    is_refusal: bool = False  # the request caused the error: a 400
+    refusal: Refusal | None = None  # set with an error that the request caused
     prompt_logprobs: list[TokenLogprobs] | None = None  # sent with the first token, if requested
     num_discarded_tokens: int = 0  # tokens of candidates that were not among the n best
     score: float | None = None  # the completion's score, with `best_of` or beam search
@@ -148,6 +162,7 @@ class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     finish_reason: FinishReason = FinishReason.stop
     error: str | None = None  # text, with finish_reason error
+    refusal: Refusal | None = None  # set with an error that the request caused
     scheduled_time: float = 0.0  # when the request first had a row, monotonic clock
     num_preemptions: int = 0
     events: list[TimelineEvent] | None = None  # the events of a traced request

@@ -6,6 +6,7 @@ The adapters `one` and `two` are made by PEFT. `one` is also loaded at the start
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -274,6 +275,23 @@ def test_streams_survive_the_death_of_the_engine(server, client, load):
     assert run_streams(server, requests, kill_at=200) == expected
     assert ask(client, "start") != ask(client, MODEL)
     assert ask(client, "two") != ask(client, MODEL)
+
+
+def test_an_adapter_whose_files_are_gone_after_a_restart(server, client, load, directory):
+    files = shutil.copytree(directory / "two", directory / "gone")
+    load("gone", "gone")
+    expected, restarts = ask(client, "gone"), server.num_restarts()
+    shutil.rmtree(files)
+    server.engine.kill()
+    with pytest.raises(openai.NotFoundError, match="not loaded in this engine") as caught:
+        ask(client, "gone")
+    assert server.num_restarts() == restarts + 1
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.APIError, match="not loaded in this engine"):
+        next(iter(client.completions.create(model="gone", prompt="a", stream=True)))
+    shutil.copytree(directory / "two", files)
+    assert load("gone", "gone", load_inplace=True).status_code == 200
+    assert ask(client, "gone") == expected
 
 
 def test_metrics(server):
