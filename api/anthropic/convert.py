@@ -91,12 +91,24 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     """Convert a request to a chat request.
 
     Raises:
-        InvalidRequestError: a message has a block that its role cannot have, or
-            `thinking.budget_tokens` does not fit `thinking.type`.
+        InvalidRequestError: a message has a block that its role cannot have, the answer would
+            follow a call without its result, or `thinking.budget_tokens` does not fit
+            `thinking.type`.
     """
     messages = _system(body.system or ())
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}]")
+    messages = _combined(messages)
+    is_prefilled = body.messages[-1].role == "assistant"
+    if is_prefilled and messages[-1].tool_calls:
+        if isinstance(body, MessagesRequest):
+            raise InvalidRequestError(
+                "the last message has tool_use blocks, which must be followed by a message of the "
+                "user with their tool_result blocks",
+                param="messages",
+                code="invalid_value",
+            )
+        is_prefilled = False
     choice = body.tool_choice
     tools: list[Tool | CustomToolEntry] | None = None
     if body.tools:
@@ -126,7 +138,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         if choice is None or isinstance(choice, NoChoice)
         else not choice.disable_parallel_tool_use,
         # If the last message is the assistant's, it is the beginning of the answer.
-        continue_final_message=body.messages[-1].role == "assistant",
+        continue_final_message=is_prefilled,
         chat_template_kwargs=body.chat_template_kwargs,
         **fields,
     )
@@ -214,6 +226,24 @@ def _messages(turn: Turn, place: str) -> list[Message]:
     ]
 
 
+def _combined(messages: Sequence[Message]) -> list[Message]:
+    """The messages with consecutive ones of the user, or of the assistant, as one message."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last is None or last.role != message.role or message.role not in ("assistant", "user"):
+            found.append(message)
+            continue
+        has_both = last.content and message.content
+        found[-1] = msgspec.structs.replace(
+            last,
+            content=_both(last, message) if has_both else last.content or message.content,
+            reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))) or None,
+            tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+        )
+    return found
+
+
 def _system(content: str | Sequence[TextBlock]) -> list[Message]:
     """The system message, if it has a block besides that of `_BILLING`."""
     if isinstance(content, str):
@@ -239,7 +269,7 @@ def _arguments(block: ToolUseBlock) -> str:
 
 
 def _result(block: ToolResultBlock) -> Message:
-    content = _content(block.content)
+    content = _content(block.content or "")
     if block.is_error:
         content = (
             f"Error: {content}" if isinstance(content, str) else [TextPart("Error:"), *content]

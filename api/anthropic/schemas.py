@@ -121,8 +121,8 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="too
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: NotEmpty
-    content: str | list[TextBlock | ImageBlock] = ""
-    is_error: bool = False  # true = the text for the model says that this is an error
+    content: str | list[TextBlock | ImageBlock] | None = None
+    is_error: bool | None = None  # true = the text for the model says that this is an error
     toolset_name: None = None
 
 
