@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
-from ostinato.models.gguf.architectures.decoder_keys import DECODERS
+from ostinato.models.gguf.architectures.decoder_keys import DECODERS, LAYER_NORMED
 from ostinato.models.gguf.architectures.hybrid_keys import (
     GATED,
     HYBRIDS,
@@ -23,7 +23,7 @@ from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
 from ostinato.models.gguf.gguf_file import GGUFFile, GGUFTensor
 from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import module_types, reordered_modules
-from ostinato.models.gguf.gguf_tokenizer import end_tokens
+from ostinato.models.gguf.gguf_tokenizer import NO_TOKEN, end_tokens
 from ostinato.models.gguf.tensor_names import is_matrix
 
 __all__ = ("ARCHITECTURES", "read_gguf_config", "read_gguf_generation_config")
@@ -71,7 +71,7 @@ def read_gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
     stated = {ours: file.get(f"general.sampling.{name}", float) for name, ours in _SAMPLING.items()}
     sampling: dict[str, Any] = {key: value for key, value in stated.items() if value is not None}
     ends_of = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
-    ids = [token_id for token_id in ends_of if token_id is not None]
+    ids = [token_id for token_id in ends_of if token_id not in (None, NO_TOKEN)]
     ids += end_tokens(file.get("tokenizer.ggml.tokens", list) or [])
     return sampling | ({"eos_token_id": list(dict.fromkeys(ids))} if ids else {})
 
@@ -143,11 +143,11 @@ def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
 
 
 def _norm_eps(keys: ArchitectureKeys) -> float:
-    eps = keys.number("attention.layer_norm_rms_epsilon")
+    kind = "epsilon" if keys.file.architecture in LAYER_NORMED else "rms_epsilon"
+    key = f"attention.layer_norm_{kind}"
+    eps = keys.number(key)
     if eps is None or eps < 0:
-        raise keys.error(
-            "attention.layer_norm_rms_epsilon", f"is {eps}", "a number of at least 0 is"
-        )
+        raise keys.error(key, f"is {eps}", "a number of at least 0 is")
     return eps
 
 

@@ -19,6 +19,7 @@ from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 __all__ = (
+    "NO_TOKEN",
     "end_tokens",
     "gguf_merges",
     "gguf_tokenizer_config",
@@ -26,6 +27,9 @@ __all__ = (
     "gguf_tokenizer_parts",
     "whole_tokenizer_json",
 )
+
+NO_TOKEN = 0xFFFFFFFF
+"""The id of a special token that a tokenizer does not have, in files that state it."""
 
 # Types of tokens in tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -126,6 +130,10 @@ def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     template = file.get("tokenizer.chat_template", str)
     if template is not None:
         config["chat_template"] = template
+    for_tools = file.get("tokenizer.chat_template.tool_use", str)
+    if template is not None and for_tools is not None:
+        named = {"default": template, "tool_use": for_tools}
+        config["chat_template"] = [{"name": key, "template": text} for key, text in named.items()]
     return config
 
 
@@ -157,7 +165,7 @@ class _Vocabulary:
     def special_id(self, name: str) -> int | None:
         """The id of the `bos`, `eos`, `unknown` or `padding` token."""
         token_id = self.file.get(f"tokenizer.ggml.{name}_token_id", int)
-        if token_id is None or token_id == 0xFFFFFFFF:
+        if token_id in (None, NO_TOKEN):
             return None
         if not 0 <= token_id < len(self.tokens):
             raise self.error(f"tokenizer.ggml.{name}_token_id={token_id!r} is not a token")

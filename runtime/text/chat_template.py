@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 
-__all__ = ("ChatTemplate",)
+__all__ = ("ChatTemplate", "with_tool_template")
 
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt")
 _END_OF_MESSAGE = "OSTINATO_END_OF_FINAL_MESSAGE "
@@ -152,6 +152,20 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return _cut_at_end(text) if continue_final_message else text
+
+
+def with_tool_template(source: str, tool_source: str) -> str:
+    """One template in place of two: `tool_source` with tools, else `source`.
+
+    Args:
+        source: the template named "default" of a model with several.
+        tool_source: the one named "tool_use".
+    """
+    # Jinja removes the last line break of a template, and those behind tags of statements, but
+    # nothing behind an expression. The empty texts keep line breaks at the edges of both templates.
+    empty = "{{ '' }}"
+    tool, default = (f"{empty}{one.removesuffix(chr(10))}{empty}" for one in (tool_source, source))
+    return f"{{% if tools %}}{tool}{{% else %}}{default}{{% endif %}}"
 
 
 def _mark_end(conversation: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from ostinato.models.gguf.gguf_paths import GGUFError, is_gguf_path
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.text.chat_template import with_tool_template
 
 if TYPE_CHECKING:  # the API process imports these, and NumPy, for a GGUF file only
     from ostinato.models.gguf.gguf_file import GGUFFile
@@ -190,25 +191,40 @@ class TokenizerFiles:
     def template_source(self, user_file: str) -> str | None:
         """The chat template: the user's file, else the model's template; None if there is none.
 
+        If the model has a template of its own for conversations with tools, both are one text.
+
         Args:
             user_file: a Jinja file; "" = no file.
 
         Raises:
             StartupError: a file cannot be read, or the user's file does not exist.
         """
-        for file in (Path(user_file),) if user_file else (self.path / "chat_template.jinja",):
-            text = None if self._is_gguf and not user_file else _read_text(file)
-            if text is not None:
-                return text
-            if user_file:
+        if user_file:
+            text = _read_text(Path(user_file))
+            if text is None:
                 raise StartupError(f"model.chat_template: there is no file {user_file}")
-        template = self.config.get("chat_template")
-        if isinstance(template, list):  # named templates for several uses, such as tools
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
-        if template is None and not self._is_gguf:
-            template = _read_json(self.path / "chat_template.json").get("chat_template")
+            return text
+        named = self._templates()
+        template, for_tools = named.get("default"), named.get("tool_use")
+        if isinstance(template, str) and isinstance(for_tools, str):
+            return with_tool_template(template, for_tools)
         return template if isinstance(template, str) else None
+
+    def _templates(self) -> dict[str, Any]:
+        """The model's templates by name. A model with only one has `default`."""
+        if not self._is_gguf:
+            folder = "additional_chat_templates"
+            files = {"default": "chat_template.jinja", "tool_use": f"{folder}/tool_use.jinja"}
+            named = {name: _read_text(self.path / file) for name, file in files.items()}
+            if named["default"] is not None:
+                return named
+        stated = self.config.get("chat_template")
+        if stated is None and not self._is_gguf:
+            stated = _read_json(self.path / "chat_template.json").get("chat_template")
+        if not isinstance(stated, list):
+            return {"default": stated}
+        entries = [entry for entry in stated if isinstance(entry, dict)]
+        return {entry.get("name", ""): entry.get("template") for entry in entries}
 
     @cached_property
     def _tokenizer_file(self) -> str | None:

@@ -213,7 +213,8 @@ def test_the_end_of_a_turn_ends_an_answer_whatever_its_type_is(
     end_of_turn = theirs.get_vocab_size() - 1
     types = file.metadata["tokenizer.ggml.token_type"].copy()
     types[end_of_turn] = kind
-    file.metadata = {**file.metadata, "tokenizer.ggml.token_type": types}
+    none = {"tokenizer.ggml.eos_token_id": 0xFFFFFFFF}
+    file.metadata = {**file.metadata, "tokenizer.ggml.token_type": types, **none}
     assert read_gguf_generation_config(file)["eos_token_id"] == [1, end_of_turn]
     ours = Tokenizer(tokenizers.Tokenizer.from_str(gguf_tokenizer_json(file)), {}, None)
     assert end_of_turn in ours.special_token_ids
@@ -249,10 +250,17 @@ def test_the_chat_template(tmp_path: Path) -> None:
         build.byte_level_bpe(),
         pre="gpt-2",
         bos_token_id=0,
-        more=lambda writer: writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}"),
+        more=lambda writer: writer.add_chat_template(
+            [
+                {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"},
+                {"name": "tool_use", "template": "{{ tools[0].type }}"},
+            ]
+        ),
     )
     messages = [{"role": "user", "content": "Hello"}]
     assert Tokenizer.from_path(file).apply_chat_template(messages) == "<|begin|>Hello"
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert Tokenizer.from_path(file).apply_chat_template(messages, tools=tools) == "function"
     mine = tmp_path / "mine.jinja"
     mine.write_text("mine")
     ours = Tokenizer.from_path(file, chat_template_file=str(mine))

@@ -16,6 +16,7 @@ from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.runtime.text import tokenizer_builders as build
 
+WITH_TOOLS = "{% set ns = namespace(n=0) %}\n{{ tools | tojson }}\n{{ messages[0].content }}"
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message.role != 'system' %}
         {{- '<|begin|>system\\nBe kind.<|end|>\\n' }}
@@ -75,7 +76,12 @@ ACCEPTED = [
 
 
 def save(
-    path: Path, *, template: str | None = None, backend=None, **config: object
+    path: Path,
+    *,
+    template: str | dict[str, str] | None = None,
+    save_jinja_files: bool = True,
+    backend=None,
+    **config: object,
 ) -> PreTrainedTokenizerFast:
     """Writes a model directory's tokenizer files, as transformers does."""
     tokenizer = PreTrainedTokenizerFast(
@@ -85,7 +91,7 @@ def save(
         **config,
     )
     tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
+    tokenizer.save_pretrained(path, save_jinja_files=save_jinja_files)
     return AutoTokenizer.from_pretrained(path)
 
 
@@ -161,6 +167,20 @@ class TestChatTemplateParity:
         assert got == theirs.apply_chat_template(
             ONE, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
+
+    @pytest.mark.parametrize("in_files", [True, False])
+    @pytest.mark.parametrize("edge", ["", "\n", "\n\n", " \n  "])
+    def test_a_template_of_its_own_for_tools(self, tmp_path, in_files: bool, edge: str):
+        """Line breaks and spaces at the edges of both are kept, as if each were alone."""
+        named = {"default": f"{edge}{CHATML}{edge}", "tool_use": f"{edge}{WITH_TOOLS}{edge}"}
+        theirs = save(tmp_path, template=named, save_jinja_files=in_files)
+        assert (tmp_path / "chat_template.jinja").exists() == in_files
+        ours = Tokenizer.from_path(tmp_path)
+        tool = {"type": "function", "function": {"name": "add"}}
+        for tools in (None, [tool]):
+            assert ours.apply_chat_template(
+                ONE, tools=tools, add_generation_prompt=False
+            ) == theirs.apply_chat_template(ONE, tools=tools, tokenize=False)
 
     def test_the_date(self, tmp_path):
         save(tmp_path, template="{{ strftime_now('%Y') }}")
