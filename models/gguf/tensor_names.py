@@ -28,7 +28,7 @@ from ostinato.models.gguf.restored_values import (
 
 __all__ = ("PARAMETERS", "TensorNames", "is_matrix")
 
-PARAMETERS = (".A_log", ".D", ".dt_bias", ".expert_bias", ".sinks")
+PARAMETERS = (".A_log", ".D", ".dt_bias", ".expert_bias", ".e_score_correction_bias", ".sinks")
 """Ends of names that are parameters, not modules with a weight: no `.weight` follows."""
 
 # Tensors that are not weights. gguf_config.py reads some of them.
@@ -115,6 +115,18 @@ _OLMO = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GLM = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_GLM_EXPERTS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 # Architectures whose rotary pairs are two rows side by side.
 _PAIRED = {"llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid"}
 # `general.architecture` -> the names that differ from the common names above.
@@ -122,6 +134,8 @@ _OTHER_NAMES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "glm4": _GLM,
+    "glm4moe": _GLM_EXPERTS,
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -179,10 +193,9 @@ class TensorNames:
             heads = self._count("attention.head_count")
             kv_heads = self._count("attention.head_count_kv") or heads
             self._heads = {"attn_q": heads, "attn_k": kv_heads}
-        self._num_layers = self._count("block_count")
+        self._num_layers = self._count("block_count") - self._count("nextn_predict_layers")
         self._k_heads = self._v_heads = self._v_dim = self._k_dim = 0
         if self._is_gated_delta:
-            self._num_layers -= self._count("nextn_predict_layers")
             self._k_dim = self._count("ssm.state_size")
             self._k_heads, self._v_heads = map(
                 self._count, ("ssm.group_count", "ssm.time_step_rank")

@@ -41,6 +41,11 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
+    "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
+    "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
+    "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
 }
 _PAIRED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.MISTRAL3, gguf.MODEL_ARCH.SMOLLM3)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
@@ -60,6 +65,7 @@ def write_gguf(
     type_of: Callable[[str], str] = lambda name: "F32",
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     split_tensors: int = 0,
+    arch: gguf.MODEL_ARCH | None = None,
 ) -> Path:
     """Write a checkpoint as GGUF, and put the dequantised matrices into the checkpoint.
 
@@ -69,12 +75,13 @@ def write_gguf(
         type_of: the type of a matrix by its name in the GGUF file.
         metadata: adds further metadata to the writer.
         split_tensors: the number of tensors in each file of a split model; 0 = one file.
+        arch: the architecture that the file states; None = that of the checkpoint.
 
     Returns:
         The (first) file.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    arch = ARCHITECTURES[config["architectures"][0]]
+    arch = arch or ARCHITECTURES[config["architectures"][0]]
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(
         file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split_tensors, split_max_size=0
@@ -135,6 +142,7 @@ def _random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> Array:
 def _own_name(names: gguf.TensorNameMap, name: str) -> str:
     if name.endswith(".sinks"):
         name += ".weight"
+    name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
     own = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert own is not None, name
     return own
@@ -194,10 +202,15 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODE
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "layer_norm_eps" in config:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        writer.add_logit_scale(config["logit_scale"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((config[key] for key in counts if config.get(key)), None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -205,6 +218,14 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODE
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch is gguf.MODEL_ARCH.GLM4_MOE:
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_window = config.get("sliding_window") and config.get("use_sliding_window", True)

@@ -6,7 +6,12 @@ from typing import Any
 
 from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
 
-__all__ = ("DECODERS", "granite_multipliers")
+__all__ = ("DECODERS", "LAYER_NORMED", "granite_multipliers", "refuse_other_scores")
+
+LAYER_NORMED = ("command-r", "cohere2")
+"""Architectures with layer norms; the others have RMS norms."""
+
+_SIGMOID = 2  # a value of expert_gating_func
 
 _MIXER_SIZES = ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
 
@@ -145,18 +150,23 @@ def _mistral3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 2, and OLMo 3, which has windows."""
-    window = keys.integer("attention.sliding_window")
-    if not window:
-        return {"architectures": ["Olmo2ForCausalLM"], "hidden_act": "silu"}
-    key, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+def _window_layers(keys: ArchitectureKeys, num_layers: int) -> list[str]:
+    """`layer_types`. Files that do not state them have no window in every fourth layer."""
+    key = "attention.sliding_window_pattern"
     listed = keys.numbers(key, num_layers)
     if listed is None:
         listed = [(layer + 1) % 4 for layer in range(num_layers)]
     elif max(listed) > 1:
         raise keys.error(key, "is no list of true and false", "only such a list is")
     kinds = ("full_attention", "sliding_attention")
+    return [kinds[bool(has_window)] for has_window in listed]
+
+
+def _olmo2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 2, and OLMo 3, which has windows."""
+    window = keys.integer("attention.sliding_window")
+    if not window:
+        return {"architectures": ["Olmo2ForCausalLM"], "hidden_act": "silu"}
     theta = config["rope_theta"]
     local_theta = keys.number("rope.freq_base_swa") or theta
     return {
@@ -169,8 +179,91 @@ def _olmo2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention": {"rope_theta": local_theta},
         },
         "rope_scaling": None,
-        "layer_types": [kinds[bool(has_window)] for has_window in listed],
+        "layer_types": _window_layers(keys, config["num_hidden_layers"]),
     }
+
+
+def _text_of(read: ReadKeys) -> ReadKeys:
+    """The decoder of a model with images. Texts alone have the same position on each axis."""
+
+    def read_text(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+        keys.ignore("rope.dimension_sections", "n_deepstack_layers")
+        return read(keys, config)
+
+    return read_text
+
+
+def _olmoe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    width = keys.expert_width("expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
+    return {
+        "architectures": ["OlmoeForCausalLM"],
+        "hidden_act": "silu",
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "intermediate_size": width,
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+    }
+
+
+def _cohere(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["CohereForCausalLM"],
+        "hidden_act": "silu",
+        "layer_norm_eps": config["rms_norm_eps"],
+        "logit_scale": keys.number("logit_scale") or 1.0,
+        "use_qk_norm": keys.has_in_a_block("attn_q_norm.weight"),
+    }
+
+
+def _cohere2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    theta, key = config["rope_theta"], "rope.freq_base_swa"
+    local_theta = keys.number(key) or theta
+    if local_theta != theta:
+        raise keys.error(key, f"is {local_theta}", f"only {theta}, as in rope.freq_base, is")
+    return {
+        **_cohere(keys, config),
+        "architectures": ["Cohere2ForCausalLM"],
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": _window_layers(keys, config["num_hidden_layers"]),
+    }
+
+
+def _glm4(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["Glm4ForCausalLM"],
+        "hidden_act": "silu",
+        # The whole head, as in llama.cpp. In a config.json, a missing key means half of it.
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
+
+
+def _glm4moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    refuse_other_scores(keys)
+    return {
+        **_glm4(keys, config),
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "n_shared_experts": keys.size("expert_shared_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count") or 0,
+        "n_group": keys.integer("expert_group_count") or 1,
+        "topk_group": keys.integer("expert_group_used_count") or 1,
+        "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "use_qk_norm": keys.has_in_a_block("attn_q_norm.weight"),
+    }
+
+
+def refuse_other_scores(keys: ArchitectureKeys) -> None:
+    """Refuse experts whose scores are not sigmoids.
+
+    Raises:
+        GGUFError: the file states another function.
+    """
+    scoring = keys.integer("expert_gating_func")
+    if scoring not in (None, _SIGMOID):
+        raise keys.error("expert_gating_func", f"is {scoring}", f"only {_SIGMOID} (sigmoid) is")
 
 
 def granite_multipliers(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
@@ -227,6 +320,14 @@ DECODERS: dict[str, ReadKeys] = {
     "mistral3": _mistral3,
     "smollm3": _dense("SmolLM3ForCausalLM"),
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
+    "qwen2vl": _text_of(_dense("Qwen2ForCausalLM")),
+    "qwen3vl": _text_of(_dense("Qwen3ForCausalLM")),
+    "qwen3vlmoe": _text_of(_qwen3moe),
+    "command-r": _cohere,
+    "cohere2": _cohere2,
+    "glm4": _glm4,
+    "glm4moe": _glm4moe,
     "granite": _granite,
     "granitemoe": _granite,
 }

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
-from ostinato.models.gguf.architectures.decoder_keys import granite_multipliers
+from ostinato.models.gguf.architectures.decoder_keys import (
+    granite_multipliers,
+    refuse_other_scores,
+)
 
 __all__ = ("GATED", "HYBRIDS", "read_kv_heads", "read_unused_blocks")
 
 GATED = ("qwen35", "qwen35moe", "qwen3next")
 """Architectures with gated delta nets, whose queries have gates in the same matrix."""
 
-_SIGMOID = 2  # a value of expert_gating_func
 _INTERVAL = 4  # the default of full_attention_interval
 
 
@@ -43,7 +45,7 @@ def read_unused_blocks(keys: ArchitectureKeys, num_blocks: int) -> int:
     Raises:
         GGUFError: the model would have no block of its own.
     """
-    if keys.file.architecture not in GATED:
+    if keys.file.architecture not in (*GATED, "glm4moe"):
         return 0
     unused = keys.integer("nextn_predict_layers") or 0
     if unused >= num_blocks:
@@ -73,9 +75,7 @@ def _lfm2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    scoring = keys.integer("expert_gating_func")
-    if scoring not in (None, _SIGMOID):
-        raise keys.error("expert_gating_func", f"is {scoring}", f"only {_SIGMOID} (sigmoid) is")
+    refuse_other_scores(keys)
     width = keys.size("expert_feed_forward_length")
     return {
         **_lfm2(keys, config),

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -32,9 +33,13 @@ OLMO3_ROPE = {
 # So these settings have the values that the reader of GGUF files assumes. Sizes of 64 are multiples
 # of a block of quantised values.
 MODELS: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "cohere2": {"num_hidden_layers": 4},
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "glm4": {},
+    "glm4-moe": {},
     "gpt-oss": {},
     "llama-linear-bias": {},
     "llama-mqa": {},
@@ -46,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 64},
     "olmo2": {},
     "olmo3": {"rope_parameters": OLMO3_ROPE},
+    "olmoe": {},
     "phi3": {},
     "phi3-longrope": {},
     "phi3-partial": {},
@@ -185,6 +191,33 @@ def test_logits_and_greedy_tokens(written, name: str) -> None:
     model, config = load(file, "cpu")
     assert config.eos_token_ids == ()
     check_whole(Driver(model, config), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("qwen2", gguf.MODEL_ARCH.QWEN2VL),
+        ("qwen3", gguf.MODEL_ARCH.QWEN3VL),
+        ("qwen3-moe", gguf.MODEL_ARCH.QWEN3VLMOE),
+    ],
+)
+def test_texts_of_models_with_images(tmp_path: Path, name: str, arch: gguf.MODEL_ARCH) -> None:
+    """A text has the same position on each axis, so the parts of a head do not show."""
+    directory = save_checkpoint(name, tmp_path)
+    kind = gguf.MODEL_ARCH_NAMES[arch]
+
+    def sections(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_dimension_sections([4, 2, 2, 0])
+        if kind != "qwen2vl":
+            writer.add_num_deepstack_layers(3)
+
+    file = write_gguf(directory, tmp_path / "m.gguf", metadata=sections, arch=arch)
+    model, config = load(file, "cpu")
+    expected, known = load(directory, "cpu")
+    for own, parameter in expected.named_parameters():
+        assert torch.equal(model.get_parameter(own), parameter), own
+    for key in ("block", "moe", "rope", "num_kv_heads", "head_dim"):
+        assert getattr(config, key) == getattr(known, key), key
 
 
 def test_a_gpu_has_the_same_bytes(tmp_path: Path) -> None:
