@@ -6,6 +6,7 @@ Also the choice of libraries, their checks, and the threads of their kernels.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,20 @@ def test_two_processes_build_at_once_from_nothing(built: tuple[Path, list[str]])
     assert [path.name for path in Path(first).parent.glob("build-*")] == []
 
 
+CLANG = next(filter(shutil.which, ("clang++", *(f"clang++-{n}" for n in range(25, 13, -1)))), None)
+
+
+@pytest.mark.slow  # half a minute
+@pytest.mark.skipif(CLANG is None, reason="clang++ is not installed (Debian: apt install clang)")
+@pytest.mark.parametrize("level", ["avx2", "portable"])
+def test_clang_builds_the_kernels_too(tmp_path: Path, level: str) -> None:
+    if level not in runnable_levels():
+        pytest.skip(f"the processor has no {level}")
+    code = f"from ostinato.ops.native import build\nprint(build.build('core', {level!r}))"
+    path = finish(start(code, cache=tmp_path, compiler=str(CLANG)))
+    assert b"clang version" in Path(path).read_bytes()
+
+
 def test_a_warm_start_needs_no_compiler(built: tuple[Path, list[str]]) -> None:
     cache, (first, _) = built
     assert finish(start(LOAD, cache=cache, compiler="no-such-compiler")) == first
@@ -125,7 +140,7 @@ def test_a_truncated_library_is_rebuilt(built: tuple[Path, list[str]]) -> None:
 
 def test_a_missing_compiler_is_named_with_the_remedy(tmp_path: Path) -> None:
     process = start(BUILD, cache=tmp_path, compiler="no-such-compiler")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode != 0
     assert err.splitlines()[-1] == (
         "ostinato.ops.native.build.NativeBuildError: the CPU kernels need a C++ compiler and none "
@@ -141,7 +156,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     )
     compiler.chmod(0o755)
     process = start(BUILD, cache=tmp_path / "cache", compiler=str(compiler))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode != 0
     assert err.splitlines()[-1] == (
         f"ostinato.ops.native.build.NativeBuildError: the C++ compiler {compiler} failed with exit "
@@ -179,7 +194,7 @@ def test_compilers_and_their_files_end_with_the_build(tmp_path: Path, number: in
     compilers = [psutil.Process(int(pid)) for pid in started.read_text().split()]
     assert len(list(cache.rglob("part.s"))) == 1
     process.send_signal(number)
-    process.communicate(timeout=120)
+    process.communicate(timeout=240)
     assert process.returncode != 0
     _, alive = psutil.wait_procs(compilers, timeout=PATIENCE_S)
     assert alive == []
@@ -190,7 +205,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     cache = tmp_path / "a-file"
     cache.write_text("")
     process = start(BUILD, cache=cache)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode != 0
     assert f"NativeBuildError: the CPU kernels cannot be built in {cache}/native/" in err
     assert "set OSTINATO_CACHE_DIR to a writable directory" in err

@@ -31,10 +31,6 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace ostinato::collectives {
 
 constexpr int kMaxRanks = 32;
@@ -212,7 +208,7 @@ class Group {
 
   static void pause() {
 #if defined(__x86_64__)
-    _mm_pause();
+    __builtin_ia32_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif

@@ -9,9 +9,7 @@
 #include <cstring>
 #include <limits>
 
-#if OSTINATO_ISA >= 1
-#include <immintrin.h>
-#endif
+#include "core/intrinsics.h"
 
 #define OSTINATO_INLINED __attribute__((always_inline))  // of a lambda
 #define OSTINATO_INLINE inline OSTINATO_INLINED

@@ -4,10 +4,6 @@
 
 #include <time.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace ostinato {
 namespace {
 
@@ -27,7 +23,7 @@ int64_t now_nanoseconds() {
 // Tells the processor that this thread spins.
 void relax() {
 #if defined(__x86_64__)
-  _mm_pause();
+  __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif

@@ -3,7 +3,6 @@
 #include "linear/give_rows.h"
 #include "linear/pack_columns.h"
 
-#include <memory>
 #include <vector>
 
 namespace ostinato::linear {
@@ -149,15 +148,17 @@ void compress_linear(Call& call) {
   std::vector<std::vector<uint8_t>> aside(division.num_workers);
   call.threads().run(division.num_workers, [&](int worker) {
     const int64_t units = whole_steps * kPanel;
-    const std::unique_ptr<uint32_t[]> packed(new uint32_t[units]);
+    AlignedMemory memory;
+    memory.allocate(64, std::max<int64_t>(units, kPanel) * 4);
+    uint32_t* const packed = static_cast<uint32_t*>(memory.data());
     for (int64_t panel = division.begin(worker); panel < division.end(worker); ++panel) {
       const int64_t row = panel * kPanel;
       const int columns = static_cast<int>(std::min<int64_t>(kPanel, weight.sizes[0] - row));
-      if (columns < kPanel) std::memset(packed.get(), 0, units * 4);
-      std::memset(packed.get() + in_features / 2 * kPanel, 0, (units - in_features / 2 * kPanel) * 4);
+      if (columns < kPanel) std::memset(packed, 0, units * 4);
+      std::memset(packed + in_features / 2 * kPanel, 0, (units - in_features / 2 * kPanel) * 4);
       pack_columns(weight.as<char>() + row * weight.strides[0] * 2, weight.strides[0] * 2, columns, in_features * 2, steps,
-                   packed.get());
-      compress_panel(packed.get(), whole_steps, panel_at(panel), aside[worker]);
+                   packed);
+      compress_panel(packed, whole_steps, panel_at(panel), aside[worker]);
     }
   });
   uint64_t total = 0;
