@@ -32,6 +32,7 @@ _PACKINGS = {
     "auto_round:auto_awq": None,
     "auto_round:awq": None,
 }
+_IS_PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")  # a key with one of these, as in AutoRound
 _FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is not quantised
 
 
@@ -41,17 +42,18 @@ class _AutoRoundPolicy(CheckpointPolicy):
 
     method: WeightMethod
     blocks: tuple[str, ...]  # prefixes of the names of quantised modules; () = all modules
-    # (name or pattern of modules, their method; None = floats)
-    extra: tuple[tuple[str, WeightMethod | None], ...]
+    # Name or pattern of modules -> their method; None = floats. A name comes before patterns.
+    extra: Mapping[str, WeightMethod | None]
 
     @property
     def quantization(self) -> str:
         return f"AutoRound {self.method.name}"
 
     def rule_for(self, name: str) -> WeightMethod | str | None:
-        for pattern, method in self.extra:
-            if name == pattern or re.search(pattern, name):
-                return "quantization_config.extra_config" if method is None else method
+        patterns = (one for one in self.extra if _IS_PATTERN.search(one) and re.search(one, name))
+        entry = name if name in self.extra else next(patterns, None)
+        if entry is not None:
+            return self.extra[entry] or "quantization_config.extra_config"
         if name.endswith("lm_head"):
             return "the default of AutoRound"
         if self.blocks and not name.startswith(self.blocks):
@@ -104,9 +106,13 @@ def _early_packing(keys: ConfigKeys) -> str:
     return "auto_round" if is_plain else "auto_round:auto_gptq"
 
 
-def _extra(keys: ConfigKeys, method: Gptq | Awq) -> tuple[tuple[str, WeightMethod | None], ...]:
-    found: list[tuple[str, WeightMethod | None]] = []
+def _extra(keys: ConfigKeys, method: Gptq | Awq) -> dict[str, WeightMethod | None]:
+    found: dict[str, WeightMethod | None] = {}
     for name, settings in keys.entries("extra_config", {}):
+        try:
+            re.compile(name if _IS_PATTERN.search(name) else "")
+        except re.error as error:
+            raise keys.error("extra_config", f"has the pattern {name!r}: {error}") from error
         own = ConfigKeys(settings, f"quantization_config.extra_config[{name!r}]")
         bits = own.integer("bits", one_of=(4, 8, 16, 32), default=method.bits)
         group_size = own.integer("group_size", one_of=GPTQ_GROUPS, default=method.group_size)
@@ -117,11 +123,11 @@ def _extra(keys: ConfigKeys, method: Gptq | Awq) -> tuple[tuple[str, WeightMetho
         own.without_effect("scale_dtype", "super_bits", "super_group_size")
         own.finish()
         if bits >= _FLOAT_BITS:
-            found.append((name, None))
+            found[name] = None
         elif isinstance(method, Awq) and bits != method.bits:
             raise own.error("bits", f"is {bits}; with this packing it must be 4")
         else:
             same = replace(method, group_size=group_size, bits=bits)
             is_gptq = isinstance(method, Gptq)
-            found.append((name, replace(same, symmetric=symmetric) if is_gptq else same))
-    return tuple(found)
+            found[name] = replace(same, symmetric=symmetric) if is_gptq else same
+    return found

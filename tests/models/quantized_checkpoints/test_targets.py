@@ -1,12 +1,14 @@
-"""Which group of a compressed-tensors checkpoint a module belongs to: as in the library."""
+"""Which settings of a checkpoint a module has: as in the libraries that write them."""
 
 from __future__ import annotations
 
+import pytest
 from compressed_tensors.utils.match import match_targets
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ostinato.models.quantized_checkpoints import auto_round
 from ostinato.models.quantized_checkpoints.compressed_tensors import from_checkpoint
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.models.weight_methods.weight_method import WeightMethod
@@ -45,3 +47,29 @@ def test_the_group_of_a_module(targets: list[str], name: str) -> None:
         assert f"groups of {sizes[matches[0]]}" in rule.name
     else:
         assert rule == "quantization_config.config_groups"
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([".*down_proj", NAMES[0]], 1),  # the name comes first
+        ([NAMES[0], ".*down_proj"], 0),
+        ([".*q_proj", r"layers\.\d+\.mlp", ".*down_proj"], 1),  # the first pattern that fits
+        (["model.layers.0.mlp.down", "down_proj", "lm_head"], None),  # parts of names are none
+    ],
+)
+def test_the_entry_of_a_module_in_auto_round(entries: list[str], expected: int | None) -> None:
+    sizes = (16, 32, 64)
+    extra = {one: {"group_size": size} for one, size in zip(entries, sizes, strict=False)}
+    stated = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+    policy = auto_round.from_checkpoint({**stated, "extra_config": extra}, Plain(), {})
+    rule = policy.rule_for(NAMES[0])
+    assert isinstance(rule, WeightMethod)
+    assert f"groups of {128 if expected is None else sizes[expected]}" in rule.name
+
+
+def test_a_broken_pattern_of_auto_round_is_named() -> None:
+    stated = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+    broken = {**stated, "extra_config": {"(layers": {"bits": 16}}}
+    with pytest.raises(ValueError, match=r"extra_config has the pattern '\(layers': missing \)"):
+        auto_round.from_checkpoint(broken, Plain(), {})
