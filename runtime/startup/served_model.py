@@ -143,11 +143,10 @@ def _eos_token_ids(source: ModelSource, tokenizer: Path | None) -> tuple[int, ..
     A chat model that was trained further can end its turns with a token that only its tokenizer
     names. The demo tokenizer, which dummy weights without a path use, does not count.
     """
-    stated = source.config.eos_token_ids
     own = None if tokenizer is None else TokenizerFiles(tokenizer).eos_token_id()
-    if own is None or own in stated or own >= source.config.vocab_size:
-        return stated
-    return (*stated, own)
+    ids = (*source.config.eos_token_ids, *(() if own is None else (own,)))
+    # A model cannot give an id outside of its vocabulary, and `min_tokens` cannot mask it.
+    return tuple(dict.fromkeys(one for one in ids if 0 <= one < source.config.vocab_size))
 
 
 def _fingerprint(plan: EnginePlan, isa: str) -> str:

@@ -59,6 +59,16 @@ def test_both_end_a_sequence(tmp_path: Path) -> None:
             assert found.outputs[0].finish_reason == reason
 
 
+def test_ids_outside_of_the_vocabulary_are_left_out() -> None:
+    """Masking them for `min_tokens` failed, which ended the engine."""
+    config = {**MODEL, "eos_token_id": [-1, STATED, MODEL["vocab_size"]]}
+    with LLM(config=tiny_config(model__config=config)) as llm:
+        assert llm.model.eos_token_ids == (STATED,)
+        sampling = SamplingParams(max_tokens=3, min_tokens=2, logit_bias={STATED: 100.0})
+        (found,) = llm.generate([[3, 4]], sampling, use_progress=False)
+        assert found.outputs[0].token_ids[2:] == [STATED]
+
+
 def test_the_demo_models_tokenizer_ends_no_other_model() -> None:
     with LLM(config=tiny_config()) as llm:
         assert llm.model.eos_token_ids == (MODEL["eos_token_id"],)
