@@ -218,7 +218,7 @@ def test_an_installed_wheel_generates_without_a_compiler(wheel: zipfile.ZipFile,
             *("--no-deps", "--no-index", str(wheel.filename)),
         ],
         check=True,
-        timeout=120,
+        timeout=240,
     )
     # The dependencies are those of the tests. Python reads no .pth files in folders that a .pth
     # file names, so it does not find an editable install of the project there.

@@ -281,7 +281,7 @@ def test_the_second_of_two_starts_waits_for_what_the_first_one_saves(tmp_path: P
     assert second.stdout.readline() == "0\n"
     first.put("layer-0", b"compiled once")
     first.save()
-    assert second.communicate(timeout=120)[0] == "b'compiled once'\n"
+    assert second.communicate(timeout=240)[0] == "b'compiled once'\n"
     third = Bundle(tmp_path, "tiny", {})
     third.take_turn()  # it has files, so there is nothing to wait for
     third.end_turn()

@@ -126,7 +126,7 @@ class Together:
 @contextmanager
 def folded(ranks: Together, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace the collectives by plain torch: sums in rank order, and concatenation."""
-    barrier = threading.Barrier(ranks.world, timeout=120)
+    barrier = threading.Barrier(ranks.world, timeout=240)
     shown: list[Tensor] = [torch.empty(0)] * ranks.world
 
     def of_all(part: Tensor, group: Tensor) -> list[Tensor]:

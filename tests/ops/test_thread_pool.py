@@ -105,7 +105,7 @@ def test_a_choice_holds_for_the_thread_that_made_it() -> None:
         "[c.start() for c in callers]; [c.join() for c in callers]\n"
         "print(*counts)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
     with_torchs, with_the_pool = map(int, ran.stdout.split())
     assert with_torchs == 2  # the two callers

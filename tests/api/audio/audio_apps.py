@@ -285,7 +285,7 @@ def serving(
 
 def post(server: AudioServer, path: str = TRANSCRIPTIONS, file: bytes = SHORT, **fields: Any):
     return httpx.post(
-        server.url + path, files={"file": ("speech.wav", file)}, data=fields, timeout=60
+        server.url + path, files={"file": ("speech.wav", file)}, data=fields, timeout=240
     )
 
 

@@ -128,7 +128,7 @@ def longest_turn(server: AudioServer) -> Iterator[list[float]]:
 
     # A request runs on the server's loop, so a hook in the engine's order of calls can find it.
     server.engine.on_loop = note_loop
-    httpx.post(server.url + TRANSCRIPTIONS, files={"file": ("a.wav", wav(1))}, timeout=60)
+    httpx.post(server.url + TRANSCRIPTIONS, files={"file": ("a.wav", wav(1))}, timeout=240)
     (loop, *_) = loops
     server.engine.on_loop = None
     future = asyncio.run_coroutine_threadsafe(tick(), loop)

@@ -137,9 +137,9 @@ def test_keys_and_a_full_queue(files):
         assert post(server).status_code == 401
         headers = {"Authorization": "Bearer secret"}
         options: dict[str, Any] = {"files": {"file": ("a.wav", SHORT)}, "headers": headers}
-        assert httpx.post(server.url + TRANSCRIPTIONS, timeout=60, **options).status_code == 200
+        assert httpx.post(server.url + TRANSCRIPTIONS, timeout=240, **options).status_code == 200
         server.engine.num_queued = 1
-        assert httpx.post(server.url + TRANSCRIPTIONS, timeout=60, **options).status_code == 429
+        assert httpx.post(server.url + TRANSCRIPTIONS, timeout=240, **options).status_code == 429
 
 
 def test_audio_beyond_that_of_the_requests_in_progress(files):

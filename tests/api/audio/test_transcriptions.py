@@ -90,7 +90,7 @@ def test_the_first_window_is_streamed_before_it_ends(server):
         server.url + TRANSCRIPTIONS,
         files={"file": ("a.wav", LONG)},
         data={"stream": "true", "language": "en"},
-        timeout=60,
+        timeout=240,
     ) as reply:
         lines = (line for line in reply.iter_lines() if line)
         first = json.loads(next(lines).removeprefix("data: "))
@@ -250,7 +250,7 @@ def test_failures_of_the_engine(server, caplog):
             server.url + TRANSCRIPTIONS,
             files={"file": ("a.wav", SHORT)},
             data={"stream": "true"},
-            timeout=60,
+            timeout=240,
         ) as stream:
             (line,) = [one for one in stream.iter_lines() if one]
         assert json.loads(line.removeprefix("data: "))["error"]["code"] == "engine_error"
@@ -273,7 +273,7 @@ def test_one_request_is_one_line_of_the_log_and_counts_once(server, caplog):
         server.url + TRANSCRIPTIONS,
         files={"file": ("a.wav", LONG)},
         headers={"x-request-id": "mine", "x-trace": "1"},
-        timeout=60,
+        timeout=240,
     )
     assert reply.headers["x-request-id"] == "mine"
     assert len(reply.json()["trace"]["completions"]) == 3

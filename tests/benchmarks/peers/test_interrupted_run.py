@@ -55,7 +55,7 @@ def test_a_run_that_is_ended_keeps_its_complete_rounds(
         engines = [child for child in children if str(driver) in child.cmdline()]
         run.send_signal(signal.SIGHUP)  # nohup ignores it
         run.terminate()
-        table, log = run.communicate(timeout=60)
+        table, log = run.communicate(timeout=240)
     assert run.returncode == 128 + signal.SIGTERM, log
     assert len(engines) == 2
     assert not any(engine.is_running() for engine in engines)

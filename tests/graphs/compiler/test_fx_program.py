@@ -143,7 +143,7 @@ def test_loading_imports_no_compiler(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=240,
     ).stdout.split("\n")
     torch.testing.assert_close(
         float(out[0]), float(F.rms_norm(torch.full((1, 8), 3.0), (8,)).sum())

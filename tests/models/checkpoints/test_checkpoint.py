@@ -109,7 +109,7 @@ def test_unreachable_hub(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     assert len(result.stdout.splitlines()) == 1
