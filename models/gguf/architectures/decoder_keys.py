@@ -16,11 +16,16 @@ _SIGMOID = 2  # a value of expert_gating_func
 _MIXER_SIZES = ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
 
 
-def _llama(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+def _refuse_partial_rotation(keys: ArchitectureKeys, config: dict[str, Any]) -> None:
+    """Whole heads rotate where the two rows of a rotary pair are side by side, as in llama.cpp."""
     if "partial_rotary_factor" in config:
         raise keys.error(
             "rope.dimension_count", "differs from the size of a head", "only equal ones are"
         )
+
+
+def _llama(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    _refuse_partial_rotation(keys, config)
     if not keys.integer("expert_count"):
         keys.ignore("expert_used_count")
         return {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
@@ -123,8 +128,14 @@ def _gpt_oss(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _smollm3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    _refuse_partial_rotation(keys, config)
+    return {"architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu"}
+
+
 def _mistral3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     """Mistral Small 3.1 and newer, and Ministral 3, whose queries grow with their position."""
+    _refuse_partial_rotation(keys, config)
     growth = keys.number("attention.temperature_scale")
     scaling = config.get("rope_scaling")
     log_multiplier = keys.number("rope.scaling.yarn_log_multiplier")
@@ -278,6 +289,7 @@ def granite_multipliers(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[
 
 def _granite(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     """Granite 3, and Granite 4 without Mamba-2 layers."""
+    _refuse_partial_rotation(keys, config)
     # Files of Granite 4 state the sizes of mixers even if no layer has one.
     keys.ignore(*(f"ssm.{size}" for size in _MIXER_SIZES))
     experts, used = keys.integer("expert_count") or 0, keys.integer("expert_used_count") or 0
@@ -318,7 +330,7 @@ DECODERS: dict[str, ReadKeys] = {
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
     "mistral3": _mistral3,
-    "smollm3": _dense("SmolLM3ForCausalLM"),
+    "smollm3": _smollm3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "qwen2vl": _text_of(_dense("Qwen2ForCausalLM")),

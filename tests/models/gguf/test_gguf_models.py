@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 from ostinato.conf.schema import ModelSection
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.choose_weights import choose_weights
+from ostinato.models.gguf.gguf_config import read_gguf_config
+from ostinato.models.gguf.gguf_file import open_gguf
+from ostinato.models.gguf.gguf_paths import GGUFError
 from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.gguf.stored_formats import FORMATS
 from ostinato.models.quantized_checkpoints.gguf import AsStored
@@ -218,6 +221,20 @@ def test_texts_of_models_with_images(tmp_path: Path, name: str, arch: gguf.MODEL
         assert torch.equal(model.get_parameter(own), parameter), own
     for key in ("block", "moe", "rope", "num_kv_heads", "head_dim"):
         assert getattr(config, key) == getattr(known, key), key
+
+
+@pytest.mark.parametrize("name", ["llama3", "ministral3", "smollm3"])
+def test_heads_that_rotate_in_part_are_refused(tmp_path: Path, name: str) -> None:
+    """Their files have the two rows of a rotary pair side by side, over the whole head."""
+
+    def halve(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0][f"{writer.arch}.rope.dimension_count"]
+        writer.add_rope_dimension_count(8)
+
+    directory = save_checkpoint(name, tmp_path, **MODELS[name])
+    file = write_gguf(directory, tmp_path / "m.gguf", metadata=halve)
+    with pytest.raises(GGUFError, match=r"rope\.dimension_count differs from the size of a head"):
+        read_gguf_config(open_gguf(file))
 
 
 def test_a_gpu_has_the_same_bytes(tmp_path: Path) -> None:
