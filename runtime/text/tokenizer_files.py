@@ -12,7 +12,6 @@ import msgspec
 
 from ostinato.models.gguf.gguf_paths import GGUFError, is_gguf_path
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.text.chat_template import with_tool_template
 
 if TYPE_CHECKING:  # the API process imports these, and NumPy, for a GGUF file only
     from ostinato.models.gguf.gguf_file import GGUFFile
@@ -207,6 +206,9 @@ class TokenizerFiles:
         named = self._templates()
         template, for_tools = named.get("default"), named.get("tool_use")
         if isinstance(template, str) and isinstance(for_tools, str):
+            # The engine process reads these files too, and Jinja would lengthen its start.
+            from ostinato.runtime.text.chat_template import with_tool_template
+
             return with_tool_template(template, for_tools)
         return template if isinstance(template, str) else None
 
