@@ -6,7 +6,13 @@ from typing import Any
 
 from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
 
-__all__ = ("DECODERS", "LAYER_NORMED", "granite_multipliers", "refuse_other_scores")
+__all__ = (
+    "DECODERS",
+    "LAYER_NORMED",
+    "granite_multipliers",
+    "read_experts",
+    "refuse_other_scores",
+)
 
 LAYER_NORMED = ("command-r", "cohere2")
 """Architectures with layer norms; the others have RMS norms."""
@@ -53,15 +59,22 @@ def _qwen2moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen3moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+def read_experts(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and the width of experts, with the keys of Qwen's config.json."""
     width = keys.expert_width("expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_act": "silu",
         "num_experts": keys.size("expert_count"),
         "num_experts_per_tok": keys.size("expert_used_count"),
         "moe_intermediate_size": width,
         "intermediate_size": config.get("intermediate_size") or width,
+    }
+
+
+def _qwen3moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **read_experts(keys, config),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_act": "silu",
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
         "decoder_sparse_step": 1,
     }
@@ -205,13 +218,12 @@ def _text_of(read: ReadKeys) -> ReadKeys:
 
 
 def _olmoe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    width = keys.expert_width("expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
+    experts = read_experts(keys, config)
     return {
+        **experts,
         "architectures": ["OlmoeForCausalLM"],
         "hidden_act": "silu",
-        "num_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-        "intermediate_size": width,
+        "intermediate_size": experts["moe_intermediate_size"],
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 from ostinato.models.gguf.architectures.architecture_keys import ArchitectureKeys, ReadKeys
 from ostinato.models.gguf.architectures.decoder_keys import (
     granite_multipliers,
+    read_experts,
     refuse_other_scores,
 )
 
@@ -127,12 +128,8 @@ def _delta_layers(keys: ArchitectureKeys, num_layers: int) -> list[str]:
 
 
 def _experts_of_qwen(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
-    width = keys.expert_width("expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
     return {
-        "num_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-        "moe_intermediate_size": width,
-        "intermediate_size": config.get("intermediate_size") or width,
+        **read_experts(keys, config),
         "shared_expert_intermediate_size": keys.expert_width(
             "expert_shared_feed_forward_length", "blk.0.ffn_up_shexp.weight"
         ),
